@@ -1,0 +1,164 @@
+"""The contract between the layer and an attention backend, and what a backend declares of itself."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specmla.errors import UnsupportedError
+from specmla.mask import DraftMask
+from specmla.metadata import PrefillPart, VerifyPart
+from specmla.query import QueryLenSupport
+
+
+class AttentionOutput(NamedTuple):
+    """out: [T, H, C] latents (`forward_mqa`) or [T, H, V] values (`forward_mha`), in the query's
+    dtype. lse: [T, H] float32, natural log. A row that saw no key: out exactly 0, lse exactly -inf.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a caller needs of a backend, for `AttentionBackend.problems` and `select_backend`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    page_size: int
+    masks: frozenset[DraftMask] = frozenset({DraftMask.CAUSAL})
+    query_len_support: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend serves; the support table of the README is printed from these.
+
+    Attributes:
+        name: the word that selects it.
+        query_len_support: rows a request may bring to one call. A SINGLE_ONLY backend serves a
+            verify through the row tables of the metadata.
+        masks: relations among the new rows that it computes.
+        dtypes: of query and cache (the same for both).
+        device_types: torch device types.
+        page_size_multiple: page sizes are multiples of this.
+        ranks: accepted kv_lora_rank values, or None for any.
+        rope_dims: accepted qk_rope_head_dim values, or None for any.
+        min_capability: least CUDA compute capability, or None.
+        priority: higher is preferred by `select_backend`.
+        summary: one line for people.
+    """
+
+    name: str
+    query_len_support: QueryLenSupport
+    masks: frozenset[DraftMask]
+    dtypes: tuple[torch.dtype, ...]
+    device_types: tuple[str, ...]
+    page_size_multiple: int = 1
+    ranks: tuple[int, ...] | None = None
+    rope_dims: tuple[int, ...] | None = None
+    min_capability: tuple[int, int] | None = None
+    priority: int = 0
+    summary: str = ""
+
+
+class AttentionBackend(abc.ABC):
+    """Attends; projections, absorption and the lift belong to the layer."""
+
+    capabilities: Capabilities
+
+    def problems(self, need: Requirements) -> list[str]:
+        """List every reason why this backend can't serve `need`; empty if it can."""
+        has, found = self.capabilities, self.unavailable()
+        if need.device.type not in has.device_types:
+            found.append(f"device is {need.device.type!r}, accepted are {list(has.device_types)}")
+        if need.dtype not in has.dtypes:
+            found.append(f"dtype is {need.dtype}, accepted are {[str(d) for d in has.dtypes]}")
+        if need.num_heads < 1:
+            found.append(f"num_heads is {need.num_heads}, accepted are values >= 1")
+        if need.page_size < 1 or need.page_size % has.page_size_multiple:
+            found.append(
+                f"page_size is {need.page_size}, accepted are multiples of {has.page_size_multiple}"
+            )
+        for label, got, accepted in (
+            ("kv_lora_rank", need.kv_lora_rank, has.ranks),
+            ("qk_rope_head_dim", need.qk_rope_head_dim, has.rope_dims),
+        ):
+            if accepted is not None and got not in accepted:
+                found.append(f"{label} is {got}, accepted are {list(accepted)}")
+        missing = sorted(m.value for m in need.masks - has.masks)
+        if missing:
+            found.append(f"masks {missing} are not served, accepted are {sorted(m.value for m in has.masks)}")
+        wide = [QueryLenSupport.SINGLE_ONLY, QueryLenSupport.UNIFORM, QueryLenSupport.VARLEN]
+        adapter = has.query_len_support is QueryLenSupport.SINGLE_ONLY  # rows serve any shape
+        if not adapter and wide.index(need.query_len_support) > wide.index(has.query_len_support):
+            found.append(
+                f"query_len_support {need.query_len_support.value!r} is needed, "
+                f"{has.query_len_support.value!r} is served"
+            )
+        return found
+
+    def check(self, need: Requirements) -> None:
+        """Raise `UnsupportedError` with all reasons unless this backend can serve `need`."""
+        found = self.problems(need)
+        if found:
+            raise UnsupportedError(f"backend {self.capabilities.name!r}", found)
+
+    def unavailable(self) -> list[str]:
+        """List why this backend can't run on this machine at all (a missing package, no GPU)."""
+        return []
+
+    def plan(self, part: VerifyPart, *, num_heads: int, kv_lora_rank: int) -> VerifyPart:
+        """Prepare what all layers of a step share; gives `part` back, its `plan` filled in."""
+        return part
+
+    @abc.abstractmethod
+    def forward_mqa(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        part: VerifyPart,
+        *,
+        softmax_scale: float,
+    ) -> AttentionOutput:
+        """Attend absorbed queries over the paged latent rows, all heads on the one KV head.
+
+        Args:
+            q_latent: [T, H, C], any strides with the last one 1.
+            q_rope: [T, H, R], likewise; R may be 0.
+            latent_cache: [N, G, C + R], rows contiguous, page stride taken from the tensor.
+            part: the verify rows.
+            softmax_scale: (P + R)^-0.5, times YaRN's factor; never taken from a width.
+
+        Returns:
+            Latents [T, H, C] (before W_UV) and their LSE.
+        """
+
+    @abc.abstractmethod
+    def forward_mha(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        part: PrefillPart,
+        *,
+        softmax_scale: float,
+        causal: bool = True,
+    ) -> AttentionOutput:
+        """Attend prompt rows over up-projected keys, packed request by request.
+
+        Args:
+            query: [T, H, P + R]. key: [sum of S, H, P + R]. value: [sum of S, H, V], V may differ.
+            part: row and key starts.
+            softmax_scale: as in `forward_mqa`.
+            causal: bottom-right aligned if true; else every row sees all keys of its request.
+        """

@@ -1,0 +1,80 @@
+"""One mask family for the new rows of a request: causal chain, non-causal block, tree.
+
+Every row of a request with Q new rows sees the whole prefix (the `seq_len - Q` tokens before the
+new rows). Among the new rows the relation is a Q x Q bit matrix: lower triangle for a chain, all
+ones for a block, "is an ancestor of, or is, this node" for a tree. A chain and a block need only a
+key extent per row; a tree adds one int64 word per row (bit j set: row t sees new row j), so Q <= 64.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from specmla.errors import require
+
+MAX_TREE_NODES = 64
+
+
+class DraftMask(enum.Enum):
+    """How the new rows of a request see each other; the prefix is always seen in full."""
+
+    CAUSAL = "causal"
+    FULL = "full"
+    TREE = "tree"
+
+
+def row_extents(mask: DraftMask, query_len: int, seq_len: int) -> list[int]:
+    """Give the key extent of each new row: row t sees keys with index < extent (and, in a tree,
+    among the new rows only those whose bit is set).
+
+    A causal row t sees `seq_len - query_len + 1 + t` keys, clamped at 0: a row that sees nothing
+    is the empty state (output 0, LSE -inf).
+    """
+    if mask is DraftMask.CAUSAL:
+        first = seq_len - query_len + 1
+        return [max(0, first + t) for t in range(query_len)]
+    return [seq_len] * query_len
+
+
+def tree_bits(parents: Sequence[int]) -> list[int]:
+    """Turn parent links into one signed int64 ancestor word per node.
+
+    Args:
+        parents: parent of each node by index; the anchor is its own root and has parent -1. Nodes
+            may come in any order, and exactly one node (the anchor) has parent -1.
+
+    Raises:
+        ArgumentError: more than 64 nodes, a parent outside the tree, no root or several, a cycle.
+    """
+    n = len(parents)
+    reasons = []
+    if not 1 <= n <= MAX_TREE_NODES:
+        reasons.append(f"parents has {n} nodes, accepted are 1 to {MAX_TREE_NODES} (anchor included)")
+    if n and sum(p == -1 for p in parents) != 1:
+        roots = [i for i, p in enumerate(parents) if p == -1]
+        reasons.append(f"parents must hold -1 exactly once (the anchor), got it at {roots}")
+    outside = [p for p in parents if not -1 <= p < n]
+    if outside:
+        reasons.append(f"parents {outside} are outside -1 .. {n - 1}")
+    require(reasons, "tree_bits")
+    words = [_ancestor_word(parents, node) for node in range(n)]
+    return [w - (1 << 64) if w >> 63 else w for w in words]
+
+
+def _ancestor_word(parents: Sequence[int], node: int) -> int:
+    word, at, steps = 0, node, 0
+    while at != -1:
+        word |= 1 << at
+        at = parents[at]
+        steps += 1
+        require(
+            [f"parents has a cycle through node {node}"] if steps > len(parents) else [], "tree_bits"
+        )
+    return word
+
+
+def tree_depths(parents: Sequence[int]) -> list[int]:
+    """Depth of each node, the anchor at 0: a node's position is the anchor's plus its depth."""
+    words = tree_bits(parents)
+    return [(w & ((1 << 64) - 1)).bit_count() - 1 for w in words]

@@ -1,0 +1,146 @@
+"""What one step tells every layer: which rows there are, what they see and where they are stored.
+
+`specmla.builder.MetadataBuilder` makes it from one `RequestRows` per request. It is frozen and shared
+by all layers: nothing of it is computed per layer.
+
+Shape letters: B requests, T packed rows (sum of Q), M block-table columns, S keys of a request.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from specmla.mask import DraftMask
+from specmla.query import RowTables
+
+
+class RequestKind(enum.Enum):
+    """What a request brings: the caller says it, it is never guessed from lengths.
+
+    VERIFY: the anchor and its drafts (or the anchor alone), absorbed MQA. PROMPT: new prompt
+    tokens, with or without cached context, up-projected MHA.
+    """
+
+    VERIFY = "verify"
+    PROMPT = "prompt"
+
+
+class RequestRows(NamedTuple):
+    """One request's part of a step, on the host.
+
+    Attributes:
+        kind: verify or prompt.
+        query_len: new rows Q of the request; zero is allowed for a verify.
+        seq_len: cached tokens S, the new rows included.
+        block_ids: pages of the request in order, at least ceil(S / G).
+        parents: for a tree, the parent of each of the Q nodes (the anchor has -1); else None.
+        window_start: first key that the rows see (0, or the start of a shard or window).
+    """
+
+    kind: RequestKind
+    query_len: int
+    seq_len: int
+    block_ids: Sequence[int]
+    parents: Sequence[int] | None = None
+    window_start: int = 0
+
+
+@dataclass(frozen=True)
+class VerifyPart:
+    """The verify rows of a step, as `forward_mqa` takes them; row t of a request sees the keys
+    `row_start <= key < row_extent`, and in a tree only the new rows whose bit is set.
+
+    Attributes:
+        query_start: [B + 1] int32, first packed row of each request.
+        seq_lens: [B] int32, new rows included.
+        block_table: [B, M] int32; cells past a request's pages hold -1.
+        row_extent: [T] int32.
+        row_start: [T] int32, or None where every row starts at key 0.
+        tree_bits: [T] int64, or None without trees; bit j of row t: it sees new row j.
+        rows: the single-token tables, built only for a SINGLE_ONLY backend.
+        query_lens: rows of each request, on the host.
+        max_query_len, max_seq_len: host bounds.
+        page_size: G.
+        plan: what the backend prepared for this step (splits, scratch), shared by all layers.
+    """
+
+    query_start: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    row_extent: Tensor
+    row_start: Tensor | None
+    tree_bits: Tensor | None
+    rows: RowTables | None
+    mask: DraftMask
+    query_lens: tuple[int, ...]
+    max_query_len: int
+    max_seq_len: int
+    page_size: int
+    plan: Any = None
+
+    @property
+    def num_requests(self) -> int:
+        """B."""
+        return len(self.query_lens)
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.row_extent.shape[0]
+
+
+@dataclass(frozen=True)
+class PrefillPart:
+    """The prompt rows of a step, as `forward_mha` takes them; causal, aligned bottom right.
+
+    Attributes:
+        query_start: [B + 1] int32, first packed row of each request, from 0 within this part.
+        kv_start: [B + 1] int32, first packed key of each request (keys: context, then new rows).
+        kv_slots: [sum of S] int64, slots of all keys in that order.
+        query_lens, seq_lens: per request, on the host.
+    """
+
+    query_start: Tensor
+    kv_start: Tensor
+    kv_slots: Tensor
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """T of this part."""
+        return sum(self.query_lens)
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """One step. Rows `[0, num_verify_rows)` are verify rows, the rest prompt rows.
+
+    Attributes:
+        order: `order[i]` is the caller's index of the i-th request here.
+        query_start: first row of each request here, on the host ([B + 1]).
+        positions: [T] int64, position of each row's token.
+        slot_mapping: [T] int64, slot that each row's latent is stored at; -1 is skipped.
+    """
+
+    order: tuple[int, ...]
+    query_start: tuple[int, ...]
+    positions: Tensor
+    slot_mapping: Tensor
+    verify: VerifyPart | None
+    prefill: PrefillPart | None
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.positions.shape[0]
+
+    @property
+    def num_verify_rows(self) -> int:
+        """Rows that take the absorbed path."""
+        return 0 if self.verify is None else self.verify.num_rows

@@ -1,0 +1,106 @@
+"""What a drafter and the verify step exchange: requests to draft for, proposals, results."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from specmla.errors import require
+from specmla.verify.sampling import SamplingParams
+
+
+class DraftRequest(NamedTuple):
+    """A request that may be drafted for.
+
+    Attributes:
+        request_id: the engine's name of it.
+        tokens: all committed tokens, prompt included; the last one is the anchor, whose row is not
+            yet in the target's cache. Read-only.
+        num_drafts: at most this many tokens may be proposed.
+        sampling: the request's parameters; an honest drafter reports the distribution it drew from.
+    """
+
+    request_id: Hashable
+    tokens: Sequence[int]
+    num_drafts: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class DraftProposal:
+    """Draft tokens for a batch, as a chain for each request.
+
+    Attributes:
+        request_ids: B names.
+        counts: drafts of each request, known on the host; zero is allowed.
+        tokens: [B, K] int64, K >= max(counts), -1 past a request's count.
+        probs: [B, K, W] float32, the distribution each token was really drawn from, or None where
+            nothing was drawn (the distribution is then one-hot on the token).
+    """
+
+    request_ids: tuple[Hashable, ...]
+    counts: tuple[int, ...]
+    tokens: Tensor
+    probs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Check shapes against each other.
+
+        Raises:
+            ArgumentError: names every field that disagrees.
+        """
+        b, found = len(self.request_ids), []
+        if len(self.counts) != b:
+            found.append(f"counts has {len(self.counts)} entries, request_ids {b}")
+        if self.tokens.dim() != 2 or self.tokens.shape[0] != b:
+            found.append(f"tokens has shape {tuple(self.tokens.shape)}, accepted is [{b}, K]")
+        elif any(not 0 <= c <= self.tokens.shape[1] for c in self.counts):
+            found.append(f"counts {self.counts} must lie in 0 .. K={self.tokens.shape[1]}")
+        if self.probs is not None and self.probs.shape[:2] != self.tokens.shape:
+            found.append(
+                f"probs has shape {tuple(self.probs.shape)}, tokens {tuple(self.tokens.shape)}; "
+                "accepted is [B, K, W]"
+            )
+        require(found, "DraftProposal")
+
+
+class RequestResult(NamedTuple):
+    """What one step decided for one request, on the host after `commit`.
+
+    Attributes:
+        request_id: the engine's name of it.
+        new_tokens: tokens emitted in this step, in order; ends with the stop token if one was met.
+        num_drafts: drafts that were verified (0 for a prompt).
+        num_accepted: drafts accepted by the rule, before any cut by a stop or a limit.
+        finish_reason: "stop", "length", or None while it goes on.
+    """
+
+    request_id: Hashable
+    new_tokens: tuple[int, ...]
+    num_drafts: int
+    num_accepted: int
+    finish_reason: str | None
+
+
+class Drafter(Protocol):
+    """Proposes tokens; knows specmla by its public names only.
+
+    `vocab_size` is that of the proposed ids and of `probs`.
+    """
+
+    vocab_size: int
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
+        """Draft at most `num_drafts` tokens for each request, continuing after its anchor."""
+        ...
+
+    def observe(self, results: Sequence[RequestResult], hidden: Tensor | None = None) -> None:
+        """Learn what was accepted. hidden: target hidden states of the emitting rows, if kept."""
+        ...
+
+    def reset(self, request_id: Hashable) -> None:
+        """Forget a request that has ended; unknown names are ignored."""
+        ...
