@@ -17,6 +17,7 @@ from specmla.errors import require
 from specmla.mask import DraftMask, row_extents, tree_bits, tree_depths
 from specmla.metadata import PrefillPart, RequestKind, RequestRows, StepMetadata, VerifyPart
 from specmla.query import QueryLenSupport, decode_rows
+from specmla.staging import send_arrays
 
 
 class MetadataBuilder:
@@ -228,18 +229,10 @@ class _HostTables:
         self.int["kv_start"] = array("i", _starts(r.seq_len for r in requests))
 
     def send(self, device: torch.device) -> dict[str, Tensor]:
-        """One pinned, non-blocking copy; the tables are views of it (int64 first: alignment)."""
-        raw = bytearray().join([a.tobytes() for a in (*self.long.values(), *self.int.values())])
-        host = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-        if device.type == "cuda":
-            host = host.pin_memory().to(device, non_blocking=True)
-        sent, at = {}, 0
-        for group, dtype in ((self.long, torch.int64), (self.int, torch.int32)):
-            for name, values in group.items():
-                size = len(values) * values.itemsize
-                view = host[at : at + size].view(dtype)
-                sent[name] = view.view(self.shapes[name]) if name in self.shapes else view
-                at += size
+        """Send everything in one copy."""
+        sent = send_arrays(self.long | self.int, device)
+        for name, shape in self.shapes.items():
+            sent[name] = sent[name].view(shape)
         return sent
 
 

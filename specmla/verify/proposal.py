@@ -76,6 +76,7 @@ class RequestResult(NamedTuple):
         num_drafts: drafts that were verified (0 for a prompt).
         num_accepted: drafts accepted by the rule, before any cut by a stop or a limit.
         finish_reason: "stop", "length", or None while it goes on.
+        is_prompt: the step computed the request's prompt; such a step says nothing about drafts.
     """
 
     request_id: Hashable
@@ -83,6 +84,7 @@ class RequestResult(NamedTuple):
     num_drafts: int
     num_accepted: int
     finish_reason: str | None
+    is_prompt: bool = False
 
 
 class Drafter(Protocol):
