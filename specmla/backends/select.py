@@ -1,0 +1,65 @@
+"""Finds a backend by name, or the best one that can serve; never a silent fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specmla.backends.base import AttentionBackend, Requirements
+from specmla.errors import ArgumentError, UnsupportedError
+
+
+def _reference() -> AttentionBackend:
+    from specmla.backends.reference import ReferenceBackend
+
+    return ReferenceBackend()
+
+
+def _triton() -> AttentionBackend:
+    from specmla.backends.triton import TritonBackend
+
+    return TritonBackend()
+
+
+def _rows() -> AttentionBackend:
+    from specmla.backends.rows import RowsBackend
+
+    return RowsBackend()
+
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "triton": _triton,
+    "rows": _rows,
+    "reference": _reference,
+}
+
+
+def get_backend(name: str) -> AttentionBackend:
+    """Make the backend of that name, whether or not it can run here.
+
+    Raises:
+        ArgumentError: an unknown name.
+    """
+    if name not in BACKENDS:
+        raise ArgumentError(f"backend is {name!r}, accepted are {sorted(BACKENDS)}")
+    return BACKENDS[name]()
+
+
+def select_backend(need: Requirements, name: str | None = None) -> AttentionBackend:
+    """Give the backend called `name`, or the one of highest priority that can serve `need`.
+
+    Raises:
+        UnsupportedError: the named one, or none at all, can serve; every reason is listed.
+        ArgumentError: an unknown name.
+    """
+    if name is not None:
+        backend = get_backend(name)
+        backend.check(need)
+        return backend
+    reasons = []
+    candidates = [get_backend(known) for known in BACKENDS]
+    for backend in sorted(candidates, key=lambda b: -b.capabilities.priority):
+        problems = backend.problems(need)
+        if not problems:
+            return backend
+        reasons += [f"{backend.capabilities.name}: {text}" for text in problems]
+    raise UnsupportedError("no backend can serve", reasons)

@@ -1,0 +1,84 @@
+"""From the logits of a planned step to decisions on the host: probabilities, rule, draw, one copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specmla.verify.accept import RULES, Acceptance, decide, greedy
+from specmla.verify.plan import StepPlan
+from specmla.verify.sampling import flag_rows, processed_probs
+from specmla.verify.streams import Stream, uniforms
+
+
+class Decision(NamedTuple):
+    """What was decided for one request: the accepted drafts, then the correction or bonus token."""
+
+    tokens: list[int]
+    num_accepted: int
+    flagged: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Decisions on their way to the host.
+
+    Attributes:
+        acceptance: on the device, for whoever goes on there.
+        host: [B, K + 3] int64: emitted tokens (-1 after them), accepted count, flag.
+        event: recorded after the copy on CUDA, else None.
+    """
+
+    acceptance: Acceptance
+    host: Tensor
+    event: torch.cuda.Event | None
+
+    def wait(self) -> list[Decision]:
+        """Await the copy and read it."""
+        if self.event is not None:
+            self.event.synchronize()
+        return [
+            Decision(row[: row[-2] + 1], row[-2], bool(row[-1])) for row in self.host.tolist()
+        ]
+
+
+def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
+    """Accept or reject every draft of the step; greedy requests alone need no probabilities."""
+    flagged = flag_rows(logits)[plan.row_table].any(dim=1)
+    if plan.sampling.all_greedy:
+        acceptance = greedy(logits.argmax(dim=-1)[plan.row_table], plan.drafts)
+    else:
+        acceptance = _sampled(plan, logits, rule)
+    packed = torch.cat(
+        [
+            acceptance.tokens,
+            acceptance.num_accepted[:, None],
+            flagged[:, None].to(acceptance.tokens.dtype),
+        ],
+        dim=1,
+    )
+    return _send(acceptance, packed)
+
+
+def _sampled(plan: StepPlan, logits: Tensor, rule: str) -> Acceptance:
+    batch = plan.sampling
+    probs = processed_probs(logits[plan.row_table], batch)
+    terms = RULES[rule](probs, plan.drafts, plan.draft_probs)
+    width = plan.drafts.shape[1]
+    rows = torch.arange(width + 1, device=logits.device)
+    accept = uniforms(batch.seeds, plan.positions, rows[:width], Stream.ACCEPT)
+    correction = uniforms(batch.seeds, plan.positions, rows[:1], Stream.CORRECTION)[:, 0]
+    return decide(terms, plan.drafts, accept, correction)
+
+
+def _send(acceptance: Acceptance, packed: Tensor) -> Verdict:
+    if packed.device.type != "cuda":
+        return Verdict(acceptance, packed, None)
+    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    host.copy_(packed, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return Verdict(acceptance, host, event)

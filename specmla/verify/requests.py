@@ -1,0 +1,85 @@
+"""The host's view of a request between steps: its tokens, parameters and what it may still emit."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+
+from specmla.errors import require
+from specmla.verify.sampling import SamplingParams
+
+
+class RequestState:
+    """A request's committed tokens and limits.
+
+    Attributes:
+        tokens: committed tokens, prompt first; the last one is the anchor.
+        num_prompt: length of the prompt.
+    """
+
+    __slots__ = ("max_seq_len", "num_prompt", "request_id", "sampling", "tokens")
+
+    def __init__(
+        self,
+        request_id: Hashable,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        vocab_size: int,
+        max_seq_len: int,
+    ) -> None:
+        """Check the prompt.
+
+        Raises:
+            ArgumentError: an empty prompt, ids outside the vocabulary, no room for one new token.
+        """
+        found = []
+        if not 1 <= len(prompt) < max_seq_len:
+            found.append(f"prompt has {len(prompt)} tokens, accepted are 1 to {max_seq_len - 1}")
+        outside = sorted({t for t in prompt if not 0 <= t < vocab_size})
+        if outside:
+            found.append(f"prompt holds ids {outside[:8]}, accepted are 0 to {vocab_size - 1}")
+        require(found, f"request {request_id!r}")
+        self.request_id = request_id
+        self.tokens = array("q", prompt)
+        self.num_prompt = len(prompt)
+        self.sampling = sampling
+        self.max_seq_len = max_seq_len
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens emitted so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be emitted (`max_tokens` and the context limit)."""
+        room = self.max_seq_len - len(self.tokens)
+        limit = self.sampling.max_tokens
+        return room if limit is None else min(room, limit - self.num_emitted)
+
+    @property
+    def draft_limit(self) -> int:
+        """Most drafts worth verifying: the bonus token takes one of the budget.
+
+        Keeping to it also keeps every draft row inside the context limit.
+        """
+        return max(0, self.budget - 1)
+
+    def emit(self, candidates: Sequence[int]) -> tuple[tuple[int, ...], str | None]:
+        """Append what may be emitted of `candidates`; give it and the reason to finish, if any.
+
+        The first stop token ends the run and is itself emitted; what follows it is dropped, bonus
+        included.
+        """
+        budget, stops = self.budget, self.sampling.stop_token_ids
+        kept, reason = [], None
+        for token in candidates[:budget]:
+            kept.append(token)
+            if token in stops:
+                reason = "stop"
+                break
+        self.tokens.extend(kept)
+        if reason is None and len(kept) == budget:
+            reason = "length"
+        return tuple(kept), reason

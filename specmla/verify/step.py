@@ -1,0 +1,304 @@
+"""The verify step, as an engine calls it: plan, the engine's forward, verify, commit.
+
+    step.add(request_id, prompt, sampling)
+    plan = step.plan(proposal)                       # reserves pages, builds the metadata
+    hidden = model(plan.token_ids, plan.metadata, step.cache)
+    logits = model.logits(hidden[plan.logit_rows])
+    results = step.commit(plan, step.verify(plan, logits))
+
+From `plan` to `verify` nothing waits for the device; `commit` awaits one small copy, then moves the
+lengths on. Roll-back is bookkeeping: rejected rows stay where they are, are never read and are
+overwritten by later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from specmla.builder import MetadataBuilder
+from specmla.cache.blocks import BlockManager
+from specmla.cache.latent import LatentCache
+from specmla.errors import ArgumentError, NumericsError, require
+from specmla.metadata import RequestKind, RequestRows
+from specmla.verify.accept import RULES
+from specmla.verify.judge import Verdict, judge
+from specmla.verify.plan import PlannedRequest, StepPlan, build_plan
+from specmla.verify.proposal import DraftProposal, DraftRequest, RequestResult
+from specmla.verify.requests import RequestState
+from specmla.verify.sampling import SamplingBatch, SamplingParams
+
+
+class VerifyStep:
+    """Holds requests between steps and turns logits into committed tokens.
+
+    Args:
+        cache: the target's latent cache.
+        blocks: its pages; nobody else may move them.
+        builder: makes the metadata for the backend that the model runs on.
+        vocab_size: W of the target.
+        max_seq_len: context limit in tokens, emitted ones included.
+        rule: name of an acceptance rule in `specmla.verify.accept.RULES`.
+
+    Raises:
+        ArgumentError: an unknown rule, or cache, blocks and builder that don't fit each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: LatentCache,
+        blocks: BlockManager,
+        builder: MetadataBuilder,
+        vocab_size: int,
+        max_seq_len: int,
+        rule: str = "token_level",
+    ) -> None:
+        found = []
+        if rule not in RULES:
+            found.append(f"rule is {rule!r}, accepted are {sorted(RULES)}")
+        sizes = {cache.page_size, blocks.page_size, builder.page_size}
+        if len(sizes) > 1:
+            found.append(f"page_size of cache, blocks and builder are {sorted(sizes)}, must agree")
+        if blocks.num_pages > cache.num_pages:
+            found.append(f"blocks has {blocks.num_pages} pages, the cache only {cache.num_pages}")
+        if max_seq_len > builder.max_seq_len:
+            found.append(f"max_seq_len is {max_seq_len}, the builder takes {builder.max_seq_len}")
+        require(found, "VerifyStep")
+        self.cache, self.blocks, self.builder = cache, blocks, builder
+        self.vocab_size, self.max_seq_len, self.rule = vocab_size, max_seq_len, rule
+        self._states: dict[Hashable, RequestState] = {}
+        self._sampling: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
+        self._open: StepPlan | None = None
+
+    @property
+    def active(self) -> tuple[Hashable, ...]:
+        """Requests that have not finished, in order of arrival."""
+        return tuple(self._states)
+
+    def tokens(self, request_id: Hashable) -> Sequence[int]:
+        """Committed tokens of a request, prompt first (read-only)."""
+        return self._state(request_id).tokens
+
+    def add(self, request_id: Hashable, prompt: Sequence[int], sampling: SamplingParams) -> int:
+        """Register a request; give the number of prompt tokens found in the prefix cache.
+
+        Raises:
+            ArgumentError: a name in use, an empty or too long prompt, ids outside the vocabulary.
+        """
+        if request_id in self._states:
+            raise ArgumentError(f"request_id {request_id!r} is in use; accepted is a new name")
+        state = RequestState(
+            request_id,
+            prompt,
+            sampling,
+            vocab_size=self.vocab_size,
+            max_seq_len=self.max_seq_len,
+        )
+        matched = self.blocks.add(request_id, state.tokens)
+        self._states[request_id] = state
+        return matched
+
+    def remove(self, request_id: Hashable) -> None:
+        """Drop a request (finished ones leave by themselves) and give its pages back."""
+        self._state(request_id)
+        if self._open is not None and any(r.request_id == request_id for r in self._open.requests):
+            raise ArgumentError(
+                f"request_id {request_id!r} is part of the planned step; commit or cancel it first"
+            )
+        self.blocks.free(request_id)
+        del self._states[request_id]
+
+    def draft_requests(
+        self, num_drafts: int | Mapping[Hashable, int], request_ids: Iterable[Hashable] | None = None
+    ) -> list[DraftRequest]:
+        """Give what a drafter may draft for: requests whose prompt is computed, with their limits.
+
+        Args:
+            num_drafts: wanted drafts, for all requests or by request (absent: 0).
+            request_ids: all active ones if None.
+        """
+        wanted = []
+        for request_id in self._states if request_ids is None else request_ids:
+            state = self._state(request_id)
+            if len(state.tokens) - self.blocks.length(request_id) != 1:
+                continue
+            count = num_drafts if isinstance(num_drafts, int) else num_drafts.get(request_id, 0)
+            if count < 0:
+                raise ArgumentError(f"num_drafts is {count} for {request_id!r}, accepted are >= 0")
+            count = min(count, state.draft_limit)
+            wanted.append(DraftRequest(request_id, state.tokens, count, state.sampling))
+        return wanted
+
+    def plan(
+        self,
+        proposal: DraftProposal | None = None,
+        request_ids: Sequence[Hashable] | None = None,
+    ) -> StepPlan:
+        """Reserve pages for every new row and build the step.
+
+        A request with one pending token is a verify of the anchor and its drafts (none if the
+        proposal has none for it); one with more is a prompt. Drafts past a request's limits
+        (`max_tokens`, context) are not verified.
+
+        Args:
+            proposal: drafts, in any order of requests; requests that are not part of the step are
+                ignored.
+            request_ids: requests of this step, all active ones if None.
+
+        Raises:
+            ArgumentError: unknown names, another vocabulary, a step that was planned but neither
+                committed nor cancelled, no request.
+            PoolFullError: too few pages; nothing was reserved.
+        """
+        planned = self._planned(proposal, request_ids)
+        copies = self.blocks.reserve({r.request_id: len(r.pending) + r.num_drafts for r in planned})
+        try:
+            if copies:
+                self.cache.copy_pages(copies)
+            metadata = self.builder.build([self._rows(r) for r in planned])
+            ordered = [planned[i] for i in metadata.order]
+            plan = build_plan(
+                ordered,
+                metadata,
+                proposal,
+                self._sampling_batch(ordered),
+                vocab_size=self.vocab_size,
+                device=self.builder.device,
+            )
+        except BaseException:
+            self._release(planned)
+            raise
+        self._open = plan
+        return plan
+
+    def verify(self, plan: StepPlan, logits: Tensor) -> Verdict:
+        """Judge the drafts; nothing waits for the device.
+
+        Args:
+            plan: the planned step.
+            logits: [R, W] of `plan.logit_rows`, any float dtype.
+
+        Raises:
+            ArgumentError: logits of another shape.
+        """
+        shape = (plan.logit_rows.shape[0], self.vocab_size)
+        if tuple(logits.shape) != shape:
+            raise ArgumentError(
+                f"logits has shape {tuple(logits.shape)}, accepted is [R, W] = {list(shape)}"
+            )
+        return judge(plan, logits, self.rule)
+
+    def commit(self, plan: StepPlan, verdict: Verdict) -> list[RequestResult]:
+        """Await the verdict, move lengths on, free what was rejected; results in plan order.
+
+        Finished requests leave: their pages are given back and their names are free again.
+
+        Raises:
+            ArgumentError: not the step planned last.
+            NumericsError: a flagged row; the step is cancelled and no length has changed.
+        """
+        if plan is not self._open:
+            raise ArgumentError("plan is not the step planned last; each plan is committed once")
+        decided = verdict.wait()
+        flagged = [r.request_id for r, d in zip(plan.requests, decided, strict=True) if d.flagged]
+        if flagged:
+            self.cancel(plan)
+            raise NumericsError(f"logits hold NaN or no finite value for requests {flagged}")
+        self._open = None
+        results = []
+        for request, decision in zip(plan.requests, decided, strict=True):
+            state = self._states[request.request_id]
+            emitted, reason = state.emit(decision.tokens)
+            # All but the new anchor have a true row: prompt, old anchor, accepted drafts.
+            self.blocks.commit(request.request_id, len(state.tokens) - 1, state.tokens)
+            if reason is not None:
+                self.blocks.free(request.request_id)
+                del self._states[request.request_id]
+            results.append(
+                RequestResult(
+                    request.request_id,
+                    emitted,
+                    request.num_drafts,
+                    decision.num_accepted,
+                    reason,
+                    request.is_prompt,
+                )
+            )
+        return results
+
+    def cancel(self, plan: StepPlan) -> None:
+        """Give back what a planned step reserved; lengths stay as they were."""
+        if plan is not self._open:
+            raise ArgumentError("plan is not the step planned last; there is nothing to cancel")
+        self._open = None
+        self._release(plan.requests)
+
+    def _state(self, request_id: Hashable) -> RequestState:
+        if request_id not in self._states:
+            raise ArgumentError(
+                f"request_id {request_id!r} is unknown; active are {list(self._states)[:16]}"
+            )
+        return self._states[request_id]
+
+    def _release(self, planned: Iterable[PlannedRequest]) -> None:
+        for r in planned:
+            self.blocks.roll_back(r.request_id, self.blocks.length(r.request_id))
+
+    def _planned(
+        self, proposal: DraftProposal | None, request_ids: Sequence[Hashable] | None
+    ) -> list[PlannedRequest]:
+        names = list(self._states) if request_ids is None else list(request_ids)
+        found = []
+        if self._open is not None:
+            found.append("the last planned step was neither committed nor cancelled")
+        if not names:
+            found.append("request_ids is empty, accepted is at least one active request")
+        if len(set(names)) < len(names):
+            found.append(f"request_ids {names} holds a name twice")
+        probs = None if proposal is None else proposal.probs
+        if probs is not None and probs.shape[-1] != self.vocab_size:
+            found.append(
+                f"proposal.probs has a vocabulary of {probs.shape[-1]}, the target has "
+                f"{self.vocab_size}; pad it with specmla.pad_vocab"
+            )
+        require(found, "VerifyStep.plan")
+        drafts: dict[Hashable, tuple[int, int]] = {}
+        if proposal is not None:
+            width = proposal.tokens.shape[1]
+            drafts = {
+                name: (count, i * width)
+                for i, (name, count) in enumerate(
+                    zip(proposal.request_ids, proposal.counts, strict=True)
+                )
+            }
+        return [self._plan_request(self._state(name), *drafts.get(name, (0, 0))) for name in names]
+
+    def _plan_request(self, state: RequestState, count: int, offset: int) -> PlannedRequest:
+        pending = state.tokens[self.blocks.length(state.request_id) :]
+        is_prompt = len(pending) > 1
+        return PlannedRequest(
+            request_id=state.request_id,
+            pending=pending,
+            position=len(state.tokens) - 1,
+            num_drafts=0 if is_prompt else min(count, state.draft_limit),
+            proposal_offset=offset,
+            is_prompt=is_prompt,
+        )
+
+    def _rows(self, r: PlannedRequest) -> RequestRows:
+        query_len = len(r.pending) + r.num_drafts
+        return RequestRows(
+            kind=RequestKind.PROMPT if r.is_prompt else RequestKind.VERIFY,
+            query_len=query_len,
+            seq_len=self.blocks.length(r.request_id) + query_len,
+            block_ids=self.blocks.block_ids(r.request_id),
+        )
+
+    def _sampling_batch(self, ordered: Sequence[PlannedRequest]) -> SamplingBatch:
+        """Re-use the device tensors while the same requests run in the same order."""
+        params = tuple(self._states[r.request_id].sampling for r in ordered)
+        if self._sampling is None or self._sampling[0] != params:
+            self._sampling = (params, SamplingBatch.build(params, self.builder.device))
+        return self._sampling[1]
