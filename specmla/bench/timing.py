@@ -1,0 +1,151 @@
+"""Times a call over many copies of its data, so that the cache it reads is never in L2.
+
+One graph (or one eager pass) runs the call once for each copy, in turn, as a model does with the
+caches of its layers. Between two uses of a copy all others pass through L2, and together they are
+several times its size: every call starts cold, without a flush to subtract. Host launches are part
+of an eager time, not of a graph's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+# The copies together are at least this many times L2.
+COLD_FACTOR = 5
+# A graph holds at least this many calls, so that the gap between replays weighs little.
+MIN_CALLS = 8
+MAX_COPIES = 512
+WARM_UP_S = 0.2
+
+
+class Timing(NamedTuple):
+    """Microseconds of one call: median over repetitions, with the 10th and 90th percentile."""
+
+    us: float
+    us_p10: float
+    us_p90: float
+
+
+def num_copies(bytes_each: int, device: torch.device) -> int:
+    """Copies of `bytes_each` bytes that keep L2 cold on `device`; one on a CPU."""
+    if device.type != "cuda":
+        return 1
+    target = COLD_FACTOR * torch.cuda.get_device_properties(device).L2_cache_size
+    return min(max(2, -(-target // max(bytes_each, 1))), MAX_COPIES)
+
+
+def method(device: torch.device, graph: bool) -> str:
+    """Describe how `time_calls` measures, for the report."""
+    if device.type != "cuda":
+        return "eager wall time on the CPU"
+    cold = f"caches rotate over >= {COLD_FACTOR} x L2 (at most {MAX_COPIES} copies)"
+    return f"{'CUDA-graph replay' if graph else 'eager calls'} timed by events, {cold}, median"
+
+
+def time_calls(
+    calls: Sequence[Callable[[], object]], device: torch.device, *, reps: int, graph: bool
+) -> Timing:
+    """Time the mean call of a pass over `calls`, `reps` times.
+
+    Args:
+        calls: the same work on different copies of the data.
+        device: where they run.
+        reps: passes that are timed, after a warm-up.
+        graph: replay a CUDA graph of the pass instead of launching it; ignored on a CPU.
+    """
+    if device.type != "cuda":
+        return _summary(_wall_times(calls, reps))
+    with torch.cuda.device(device):
+        passes = -(-MIN_CALLS // len(calls))
+        many = [*calls] * passes
+        _warm_up(many[: max(3, passes)])
+        return _summary(_event_times(_captured(many) if graph else _eager(many), reps, len(many)))
+
+
+def host_us(call: Callable[[], object], device: torch.device, *, reps: int) -> float:
+    """Median wall time of `call` in microseconds, its device work awaited."""
+    call()
+    times = []
+    for _ in range(reps):
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        times.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _wall_times(calls: Sequence[Callable[[], object]], reps: int) -> list[float]:
+    for call in calls:
+        call()
+    times = []
+    for _ in range(reps):
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        times.append(1e6 * (time.perf_counter() - start) / len(calls))
+    return times
+
+
+def _warm_up(calls: Sequence[Callable[[], object]]) -> None:
+    # Kernels are compiled and loaded here: a capture allows neither.
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+
+
+def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def _eager(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _event_times(run: Callable[[], object], reps: int, calls: int) -> list[float]:
+    # By time, not by count: clocks rise with load.
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM_UP_S:
+        run()
+        torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(reps + 1)]
+    # All passes are queued before the first result is awaited: the device never waits for the host.
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return [1e3 * before.elapsed_time(after) / calls for before, after in itertools.pairwise(marks)]
+
+
+def _summary(times: Sequence[float]) -> Timing:
+    ordered = sorted(times)
+    last = len(ordered) - 1
+    return Timing(
+        us=statistics.median(ordered),
+        us_p10=ordered[round(0.1 * last)],
+        us_p90=ordered[round(0.9 * last)],
+    )
