@@ -1,0 +1,180 @@
+"""A separate small MLA model as drafter, with its own paged cache.
+
+Each round runs one multi-token decode: first the tokens that the draft cache has not seen yet (after
+a step in which all drafts were accepted these are two: the last draft and the anchor), then one
+drafted token a time. The last draft's row is never computed: it is the next step's first pending
+token, if it is accepted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from specmla import (
+    DraftProposal,
+    RequestKind,
+    RequestRows,
+    SamplingBatch,
+    Stream,
+    build_step,
+    processed_probs,
+    sample,
+    send_arrays,
+    uniforms,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specmla import (
+        DeepseekForCausalLM,
+        DraftRequest,
+        RequestResult,
+        SamplingParams,
+        StepMetadata,
+    )
+
+
+class DraftModelDrafter:
+    """Drafts with a model of the target's vocabulary.
+
+    Args:
+        model: the draft model; may live on another dtype, page size and backend than the target.
+        num_pages: pages of its pool.
+        page_size: tokens a page.
+        backend: attention backend by name, the best one if None.
+
+    Raises:
+        UnsupportedError: no backend can serve the model.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekForCausalLM,
+        *,
+        num_pages: int,
+        page_size: int = 64,
+        backend: str | None = None,
+    ) -> None:
+        self.model = model
+        self.vocab_size = model.config.vocab_size
+        # Only the wiring of a step is used: cache, pages and builder, all the drafter's own.
+        wired = build_step(
+            model,
+            num_pages=num_pages,
+            page_size=page_size,
+            backend=backend,
+            prefix_caching=False,
+        )
+        self.cache, self.blocks, self.builder = wired.cache, wired.blocks, wired.builder
+        self._known: set[Hashable] = set()
+        self._drafted: dict[Hashable, tuple[int, int]] = {}
+        self._sampling: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
+        """Draft `num_drafts` tokens for each request, drawn from the reported distribution.
+
+        Raises:
+            PoolFullError: the draft pool is too small; nothing was reserved.
+        """
+        counts = tuple(r.num_drafts for r in requests)
+        names = tuple(r.request_id for r in requests)
+        shape = (len(requests), max(counts, default=0))
+        tokens = torch.full(shape, -1, dtype=torch.int64, device=self.builder.device)
+        probs = None
+        if any(counts) and any(r.sampling.temperature > 0 for r in requests):
+            probs = torch.zeros(*shape, self.vocab_size, device=self.builder.device)
+        self._reserve([r for r in requests if r.num_drafts])
+        for step in range(shape[1]):
+            live = [i for i, count in enumerate(counts) if count > step]
+            self._round([requests[i] for i in live], live, step, tokens, probs)
+        return DraftProposal(names, counts, tokens, probs)
+
+    def observe(self, results: Sequence[RequestResult], hidden: Tensor | None = None) -> None:
+        """Keep the rows of accepted drafts, roll the others back."""
+        for result in results:
+            drafted = self._drafted.pop(result.request_id, None)
+            if drafted is None:
+                continue
+            length, count = drafted
+            # Rows exist for all tokens up to the anchor, and for all drafts but the last one.
+            kept = min(result.num_accepted, len(result.new_tokens), count - 1)
+            self.blocks.commit(result.request_id, length + kept, ())
+
+    def reset(self, request_id: Hashable) -> None:
+        """Give the pages of a request back."""
+        self._drafted.pop(request_id, None)
+        if request_id in self._known:
+            self._known.remove(request_id)
+            self.blocks.free(request_id)
+
+    def _reserve(self, requests: Sequence[DraftRequest]) -> None:
+        needs = {}
+        for r in requests:
+            if r.request_id not in self._known:
+                self.blocks.add(r.request_id, r.tokens)
+                self._known.add(r.request_id)
+            pending = len(r.tokens) - self.blocks.length(r.request_id)
+            needs[r.request_id] = pending + r.num_drafts - 1
+        self.blocks.reserve(needs)
+        for r in requests:
+            self._drafted[r.request_id] = (len(r.tokens), r.num_drafts)
+
+    def _round(
+        self,
+        requests: Sequence[DraftRequest],
+        rows: Sequence[int],
+        step: int,
+        tokens: Tensor,
+        probs: Tensor | None,
+    ) -> None:
+        """Draw draft number `step` of these requests into their rows of tokens and probs."""
+        index = {"rows": array("q", rows), "anchor": array("q", [len(r.tokens) - 1 for r in requests])}
+        if step == 0:
+            metadata = self.builder.build([self._first_rows(r) for r in requests])
+            ordered = [requests[i] for i in metadata.order]
+            pending = [r.tokens[self.blocks.length(r.request_id) :] for r in ordered]
+            index["input"] = array("q", [t for part in pending for t in part])
+            last = dict(zip(metadata.order, metadata.query_start[1:], strict=True))
+            index["last"] = array("q", [last[i] - 1 for i in range(len(requests))])
+            sent = send_arrays(index, self.builder.device)
+            hidden = self._forward(sent["input"], metadata)[sent["last"]]
+        else:
+            metadata = self.builder.build([self._next_row(r, step) for r in requests])
+            sent = send_arrays(index, self.builder.device)
+            hidden = self._forward(tokens[sent["rows"], step - 1], metadata)
+        logits = self.model.logits(hidden)
+        batch = self._sampling_batch(requests)
+        if probs is None:
+            drawn = logits.argmax(dim=-1)
+        else:
+            dist = processed_probs(logits[:, None], batch)[:, 0]
+            key = torch.full_like(sent["anchor"][:1], step)
+            u = uniforms(batch.seeds, sent["anchor"], key, Stream.DRAFT)[:, 0]
+            drawn = sample(dist, u)
+            probs[sent["rows"], step] = dist
+        tokens[sent["rows"], step] = drawn
+
+    def _forward(self, token_ids: Tensor, metadata: StepMetadata) -> Tensor:
+        return self.model(token_ids, metadata, self.cache, self.builder.backend)
+
+    def _first_rows(self, r: DraftRequest) -> RequestRows:
+        """All pending tokens; a prompt is computed by MHA, a catch-up after a step by decode."""
+        length = self.blocks.length(r.request_id)
+        kind = RequestKind.VERIFY if length else RequestKind.PROMPT
+        pages = self.blocks.block_ids(r.request_id)
+        return RequestRows(kind, len(r.tokens) - length, len(r.tokens), pages)
+
+    def _next_row(self, r: DraftRequest, step: int) -> RequestRows:
+        pages = self.blocks.block_ids(r.request_id)
+        return RequestRows(RequestKind.VERIFY, 1, len(r.tokens) + step, pages)
+
+    def _sampling_batch(self, requests: Sequence[DraftRequest]) -> SamplingBatch:
+        params = tuple(r.sampling for r in requests)
+        if self._sampling is None or self._sampling[0] != params:
+            self._sampling = (params, SamplingBatch.build(params, self.builder.device))
+        return self._sampling[1]

@@ -1,0 +1,45 @@
+"""The command line: `specmla demo`, `generate`, `info` and `bench`.
+
+An error that the library raises on purpose, or a missing file, is one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from specmla.errors import SpecMLAError
+
+_MISSING = "specmla: the command line needs the extra 'demo': pip install 'specmla[demo]'"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; give the exit code."""
+    try:
+        import click
+
+        from specmla.cli.app import app
+    except ModuleNotFoundError as missing:
+        if missing.name not in {"typer", "rich", "click"}:
+            raise
+        print(_MISSING, file=sys.stderr)
+        return 2
+    try:
+        code = app(args=arguments, prog_name="specmla", standalone_mode=False)
+    except click.ClickException as error:
+        print(f"specmla: {_one_line(error.format_message())}", file=sys.stderr)
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        print("specmla: interrupted", file=sys.stderr)
+        return 130
+    except (SpecMLAError, OSError) as error:
+        print(f"specmla: {_one_line(str(error))}", file=sys.stderr)
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Declares the commands and their options; the work is done by one module each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Verify drafted tokens over the paged latent cache of MLA models.",
+)
+
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
+Backend = Annotated[str | None, typer.Option(help="attention backend; the best one if not given")]
+NumDrafts = Annotated[
+    int, typer.Option("--num-speculative-tokens", "-k", min=0, max=63, help="drafts a step")
+]
+
+
+@app.command()
+def demo(
+    device: Device = "cpu",
+    num_speculative_tokens: NumDrafts = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="new tokens a prompt")] = 96,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of all random streams")] = 0,
+    backend: Backend = None,
+    json: Annotated[bool, typer.Option("--json", help="one JSON line on stdout, text on stderr")] = False,
+    plot: Annotated[Path | None, typer.Option(help="PNG of the acceptance by position")] = None,
+) -> int:
+    """Continue Python prompts with the shipped models: plain, n-gram drafts, draft model."""
+    from specmla.cli.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        device, num_speculative_tokens, max_tokens, temperature, seed, backend, json, plot
+    )
+    return run_demo(options)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="text to continue")],
+    target: Annotated[Path, typer.Option(help="checkpoint directory in Hugging Face layout")],
+    draft: Annotated[str, typer.Option(help="directory of a draft model, ngram, or none")] = "ngram",
+    num_speculative_tokens: NumDrafts = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="new tokens")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 keeps all")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of all random streams")] = 0,
+    device: Device = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    backend: Backend = None,
+) -> int:
+    """Continue a prompt with any DeepSeek-V2/V3-architecture checkpoint."""
+    from specmla.cli.generate import GenerateOptions, run_generate
+    from specmla.verify.sampling import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
+    )
+    options = GenerateOptions(
+        prompt, target, draft, num_speculative_tokens, sampling, device, dtype, backend
+    )
+    return run_generate(options)
+
+
+@app.command()
+def info() -> int:
+    """Print versions, devices and why each backend is or isn't available."""
+    from specmla.cli.info import run_info
+
+    return run_info()
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def bench(context: typer.Context) -> int:
+    """Check kernels against float64, then time them (same as python -m specmla.bench)."""
+    from specmla.bench.__main__ import main
+
+    return main(context.args)

@@ -1,0 +1,153 @@
+"""`specmla demo`: the shipped target, plain and with each drafter, side by side."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from drafters import DraftModelDrafter, NgramDrafter
+from specmla.cli.checkpoint import Pair, load_shipped_pair, parse_device
+from specmla.cli.difference import FirstDifference, first_difference
+from specmla.cli.render import comparison_table, continuation
+from specmla.cli.run import Run, run_loop
+from specmla.errors import ArgumentError
+from specmla.verify.proposal import Drafter
+from specmla.verify.sampling import SamplingParams
+
+# On a GPU the verify shape may round another way than the one-token shape; above this gap between
+# the two best logits a difference is no rounding tie.
+MARGIN_LIMIT = 2e-2
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Options of the command, in its order."""
+
+    device: str
+    num_speculative_tokens: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    backend: str | None
+    json: bool
+    plot: Path | None
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run the demo; 0 if the output is identical to plain decoding (or differs by a rounding tie)."""
+    if options.plot is not None and not options.plot.absolute().parent.is_dir():
+        raise ArgumentError(f"plot is {str(options.plot)!r}, its directory does not exist")
+    console = Console(stderr=options.json)
+    device = parse_device(options.device)
+    pair = load_shipped_pair(device)
+    prompts = [pair.tokenizer.encode(text).ids for text in pair.prompts]
+    runs = _run_all(console, pair, prompts, options)
+    differences = {
+        name: first_difference(pair.target, prompts, runs["plain"].tokens, run.tokens)
+        for name, run in runs.items()
+        if name != "plain" and options.temperature == 0
+    }
+    _show(console, pair, prompts, runs, differences, options)
+    if options.plot is not None:
+        from specmla.cli.plot import plot_acceptance
+
+        plot_acceptance({n: r.stats for n, r in runs.items() if n != "plain"}, options.plot)
+        console.print(f"acceptance by position: {options.plot}")
+    if options.json:
+        print(json.dumps(_summary(runs, differences, options)))
+    return 0 if all(_is_tie(d, device) for d in differences.values()) else 1
+
+
+def _run_all(
+    console: Console, pair: Pair, prompts: list[list[int]], options: DemoOptions
+) -> dict[str, Run]:
+    k, device = options.num_speculative_tokens, pair.target.model.embed_tokens.weight.device
+    pages = sum(-(-(len(p) + options.max_tokens + k + 1) // 64) + 1 for p in prompts)
+    drafters: dict[str, Drafter | None] = {
+        "plain": None,
+        "ngram": NgramDrafter(pair.target.config.vocab_size),
+        "draft_model": DraftModelDrafter(pair.draft, num_pages=pages, backend=options.backend),
+    }
+    sampling = [
+        SamplingParams(
+            temperature=options.temperature, seed=options.seed + i, max_tokens=options.max_tokens
+        )
+        for i in range(len(prompts))
+    ]
+    short = [SamplingParams(max_tokens=8)] * len(prompts)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    runs = {}
+    with Progress(*columns, console=console) as progress:
+        console.print(f"{len(prompts)} prompts, up to {options.max_tokens} new tokens each, {device}")
+        for name, drafter in drafters.items():
+            task = progress.add_task(name, total=len(prompts) * options.max_tokens)
+            arguments = {"num_speculative_tokens": k, "backend": options.backend}
+            run_loop(pair.target, prompts, short, drafter, **arguments)  # warm-up, not timed
+            runs[name] = run_loop(
+                pair.target,
+                prompts,
+                sampling,
+                drafter,
+                **arguments,
+                on_tokens=lambda n, task=task: progress.advance(task, n),
+            )
+            progress.update(task, completed=len(prompts) * options.max_tokens)
+    return runs
+
+
+def _show(
+    console: Console,
+    pair: Pair,
+    prompts: list[list[int]],
+    runs: dict[str, Run],
+    differences: dict[str, FirstDifference | None],
+    options: DemoOptions,
+) -> None:
+    run = runs["draft_model"]
+    for text, tokens, drafted in zip(pair.prompts, run.tokens, run.drafted, strict=True):
+        console.rule(style="dim")
+        console.print(continuation(pair.tokenizer, text, tokens, drafted))
+    console.rule(style="dim")
+    console.print("[green]green[/]: tokens of accepted drafts (draft model); plain: the target's own")
+    console.print(comparison_table(runs, options.num_speculative_tokens))
+    for name, difference in differences.items():
+        if difference is None:
+            console.print(f"{name}: identical to plain greedy decoding")
+        else:
+            console.print(f"{name}: differs from plain greedy decoding, first at {difference}")
+
+
+def _summary(
+    runs: dict[str, Run], differences: dict[str, FirstDifference | None], options: DemoOptions
+) -> dict[str, object]:
+    plain = runs["plain"]
+    drafters = {}
+    for name, run in runs.items():
+        if name == "plain":
+            continue
+        difference = differences.get(name)
+        drafters[name] = {
+            **run.stats.as_dict(),
+            "tokens_per_s": run.tokens_per_s,
+            "speedup": run.tokens_per_s / plain.tokens_per_s,
+            "first_difference": None if difference is None else asdict(difference),
+        }
+    greedy = options.temperature == 0
+    return {
+        "identical": all(d is None for d in differences.values()) if greedy else None,
+        "device": options.device,
+        "num_speculative_tokens": options.num_speculative_tokens,
+        "plain_tokens_per_s": plain.tokens_per_s,
+        "drafters": drafters,
+    }
+
+
+def _is_tie(difference: FirstDifference | None, device: torch.device) -> bool:
+    if difference is None:
+        return True
+    return device.type == "cuda" and difference.top1_margin <= MARGIN_LIMIT

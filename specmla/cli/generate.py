@@ -1,0 +1,72 @@
+"""`specmla generate`: continue one prompt with a checkpoint on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from drafters import DraftModelDrafter, NgramDrafter
+from specmla.cli.checkpoint import load_tokenizer, parse_device, parse_dtype
+from specmla.cli.run import run_loop
+from specmla.errors import ArgumentError
+from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.models.weights import load_checkpoint
+from specmla.verify.proposal import Drafter
+from specmla.verify.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Options of the command, in its order."""
+
+    prompt: str
+    target: Path
+    draft: str
+    num_speculative_tokens: int
+    sampling: SamplingParams
+    device: str
+    dtype: str
+    backend: str | None
+
+
+def run_generate(options: GenerateOptions) -> int:
+    """Print the continuation on stdout, the acceptance figures on stderr."""
+    device, dtype = parse_device(options.device), parse_dtype(options.dtype)
+    tokenizer = load_tokenizer(options.target)
+    model, config = load_checkpoint(options.target, device=device, dtype=dtype)
+    prompt = tokenizer.encode(options.prompt).ids
+    sampling = replace(options.sampling, stop_token_ids=config.eos_token_ids)
+    run = run_loop(
+        model,
+        [prompt],
+        [sampling],
+        _drafter(options, model, len(prompt)),
+        num_speculative_tokens=options.num_speculative_tokens,
+        backend=options.backend,
+    )
+    print(tokenizer.decode(run.tokens[0]))
+    stats, console = run.stats, Console(stderr=True)
+    console.print(
+        f"{run.num_tokens} tokens, {run.tokens_per_s:.1f} tokens/s, tokens_per_step "
+        f"{stats.tokens_per_step:.2f}, mean_acceptance_length {stats.mean_acceptance_length:.2f}, "
+        f"draft_acceptance_rate {stats.draft_acceptance_rate:.2f}"
+    )
+    return 0
+
+
+def _drafter(options: GenerateOptions, target: DeepseekForCausalLM, num_prompt: int) -> Drafter | None:
+    if options.draft == "none":
+        return None
+    if options.draft == "ngram":
+        return NgramDrafter(target.config.vocab_size)
+    weight = target.model.embed_tokens.weight
+    model, config = load_checkpoint(Path(options.draft), device=weight.device, dtype=weight.dtype)
+    if config.vocab_size != target.config.vocab_size:
+        raise ArgumentError(
+            f"draft {options.draft!r} has a vocabulary of {config.vocab_size}, the target "
+            f"{target.config.vocab_size}; accepted is the same size"
+        )
+    longest = num_prompt + (options.sampling.max_tokens or 0) + options.num_speculative_tokens + 1
+    return DraftModelDrafter(model, num_pages=-(-longest // 64) + 1, backend=options.backend)

@@ -1,0 +1,80 @@
+"""One timed run of the loop over a batch of prompts, with what a report needs of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from specmla.generate import build_step, generate
+from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.verify.proposal import Drafter
+from specmla.verify.sampling import SamplingParams
+from specmla.verify.stats import AcceptanceStats
+
+
+@dataclass
+class Run:
+    """Tokens of each prompt with a mark on those that came from accepted drafts.
+
+    Attributes:
+        tokens: new tokens by prompt.
+        drafted: by prompt, true where the token was an accepted draft.
+        stats: over all verify steps.
+        seconds: wall time of the loop, prompts included.
+    """
+
+    tokens: list[list[int]]
+    drafted: list[list[bool]]
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    seconds: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens emitted over all prompts."""
+        return sum(len(t) for t in self.tokens)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens per second of wall time."""
+        return self.num_tokens / self.seconds
+
+
+def run_loop(
+    model: DeepseekForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    drafter: Drafter | None = None,
+    *,
+    num_speculative_tokens: int = 4,
+    backend: str | None = None,
+    on_tokens: Callable[[int], None] = lambda count: None,
+) -> Run:
+    """Continue the prompts in one batch; `on_tokens` hears how many tokens each step emitted."""
+    longest = model.config.max_position_embeddings
+    page_size = 64
+    need = (min(longest, len(p) + (s.max_tokens or longest)) for p, s in zip(prompts, sampling, strict=True))
+    num_pages = sum(-(-n // page_size) + 1 for n in need)
+    step = build_step(model, num_pages=num_pages, page_size=page_size, backend=backend)
+    run = Run([[] for _ in prompts], [[] for _ in prompts])
+    batch = {i: pair for i, pair in enumerate(zip(prompts, sampling, strict=True))}
+    _synchronize(model)
+    start = time.perf_counter()
+    for results in generate(model, step, batch, drafter, num_speculative_tokens):
+        for result in results:
+            run.tokens[result.request_id] += result.new_tokens
+            kept = min(result.num_accepted, len(result.new_tokens))
+            run.drafted[result.request_id] += [j < kept for j in range(len(result.new_tokens))]
+            if not result.is_prompt:
+                run.stats.observe(result.num_drafts, result.num_accepted, len(result.new_tokens))
+        on_tokens(sum(len(r.new_tokens) for r in results))
+    _synchronize(model)
+    run.seconds = time.perf_counter() - start
+    return run
+
+
+def _synchronize(model: DeepseekForCausalLM) -> None:
+    if model.model.embed_tokens.weight.device.type == "cuda":
+        torch.cuda.synchronize()
