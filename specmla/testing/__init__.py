@@ -1,0 +1,51 @@
+"""Test kit for kernels and backends: batch grammar, hostile inputs, error budgets.
+
+Needs nothing but torch and the library. A typical test of a backend:
+
+    case = make_case("3q5s65,1q0s7", num_heads=12, kv_lora_rank=64, rope_dim=16, page_size=16)
+    part = case.planned(backend)
+    got = backend.forward_mqa(
+        case.q_latent, case.q_rope, case.latent_cache, part, softmax_scale=case.softmax_scale
+    )
+    assert_matches_oracle(got, case, part)
+"""
+
+from specmla.testing.batch import RequestLens, parse_batch
+from specmla.testing.budget import (
+    assert_attention_within_budget,
+    assert_lse_within_budget,
+    assert_within_budget,
+    relative_error,
+    row_errors,
+)
+from specmla.testing.case import (
+    DEEPSEEK_SCALE,
+    QUERY_LAYOUTS,
+    CaseSpec,
+    VerifyCase,
+    make_case,
+    random_parents,
+)
+from specmla.testing.oracle import assert_matches_oracle, run_oracle
+from specmla.testing.tables import ABSURD_PAGE, make_verify_part, overwrite_unused_cells
+
+__all__ = [
+    "ABSURD_PAGE",
+    "DEEPSEEK_SCALE",
+    "QUERY_LAYOUTS",
+    "CaseSpec",
+    "RequestLens",
+    "VerifyCase",
+    "assert_attention_within_budget",
+    "assert_lse_within_budget",
+    "assert_matches_oracle",
+    "assert_within_budget",
+    "make_case",
+    "make_verify_part",
+    "overwrite_unused_cells",
+    "parse_batch",
+    "random_parents",
+    "relative_error",
+    "row_errors",
+    "run_oracle",
+]

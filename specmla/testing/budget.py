@@ -1,0 +1,155 @@
+"""Tolerances from an error budget: measured against float64, never picked by taste.
+
+A kernel and a plain computation in the same dtype read the same rounded inputs and make the same
+kinds of rounding (probabilities before the value product, the output once more), the plain one some
+more (its scores). So the plain computation's error against float64 says how large a correct error
+is for this data. Both errors are maxima over many rows of like distribution; a different summation
+order moves a maximum by a small factor. Hence
+
+    max over rows of the kernel's error <= factor * max over rows of the plain error + floor
+
+with `factor` 2 and a floor of one rounding unit of the dtype, for data where the plain computation
+happens to be exact (one key: its value comes out unrounded). A dropped or doubled key, a wrong
+scale or a shifted mask in a single row exceed this by orders of magnitude at the sizes tests use.
+
+In float64 itself no better oracle exists: the plain error is that of another summation order, often
+0, and the floor is 1e-12, which a sum of A = 576 products and S = 1000 keys stays below
+((A + S) * 2^-52 = 3.5e-13 at the very worst).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_FLOAT64_FLOOR = 1e-12
+
+
+class Attended(Protocol):
+    """An attention result: out [T, H, D] and its natural-log LSE [T, H]."""
+
+    @property
+    def out(self) -> Tensor:
+        """Values."""
+
+    @property
+    def lse(self) -> Tensor:
+        """Natural-log LSE."""
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    """Give ||got - exact|| / ||exact|| over all elements, in float64.
+
+    0 if both are exactly zero, infinite if only `exact` is; any NaN or infinity gives infinity.
+    """
+    return float(row_errors(got.reshape(1, -1), exact.reshape(1, -1))[0])
+
+
+def row_errors(got: Tensor, exact: Tensor) -> Tensor:
+    """Give ||got - exact|| / ||exact|| over the last dimension, as `relative_error` does.
+
+    Args:
+        got: [..., D], any dtype.
+        exact: [..., D], float64 where it is an oracle.
+    """
+    truth = exact.double()
+    distance = (got.to(truth.device).double() - truth).norm(dim=-1)
+    size = truth.norm(dim=-1)
+    errors = torch.where(distance == 0, 0.0, distance / size)
+    return errors.nan_to_num(nan=torch.inf)
+
+
+def assert_within_budget(
+    got: Tensor, exact: Tensor, plain: Tensor, *, factor: float = 2.0, label: str = "out"
+) -> None:
+    """Assert that each row's error stays within the budget of the module's docstring.
+
+    Args:
+        got: [..., D], what is tested; its dtype sets the floor.
+        exact: [..., D] float64.
+        plain: [..., D], a plain computation in the dtype of `got`.
+        factor: how much larger the worst row may be than the plain one's worst.
+        label: name used in the message.
+
+    Raises:
+        AssertionError: a shape differs, a row is not finite, or the budget is exceeded; the
+            message gives the worst row.
+    """
+    assert got.shape == exact.shape, (
+        f"{label}: shape {tuple(got.shape)}, {tuple(exact.shape)} expected"
+    )
+    if not got.numel():
+        return
+    errors = row_errors(got, exact)
+    limit = factor * float(row_errors(plain, exact).max()) + _floor(got.dtype)
+    _assert_below(errors, limit, label)
+
+
+def assert_lse_within_budget(
+    got: Tensor, exact: Tensor, plain: Tensor, *, factor: float = 2.0, label: str = "lse"
+) -> None:
+    """Assert that a natural-log LSE is right: -inf where it must be, else in absolute error.
+
+    An LSE is float32 in every dtype of the query, from float32 scores, so `plain` is a float32
+    computation on the same (rounded) inputs. The floor is 2 rounding units at the LSE's size: one
+    for the sum's logarithm, one for adding the maximum.
+
+    Raises:
+        AssertionError: a shape differs, -inf stands at other rows, or the budget is exceeded.
+    """
+    assert got.shape == exact.shape, (
+        f"{label}: shape {tuple(got.shape)}, {tuple(exact.shape)} expected"
+    )
+    if not got.numel():
+        return
+    truth, value = exact.double(), got.to(exact.device).double()
+    empty = truth == -torch.inf
+    assert torch.equal(value == -torch.inf, empty), f"{label}: -inf stands at the wrong rows"
+    keep = ~empty
+    if not keep.any():
+        return
+    largest = float(truth[keep].abs().max().clamp(min=1.0))
+    plain_error = float((plain.to(exact.device).double() - truth)[keep].abs().max())
+    errors = torch.where(keep, (value - truth).abs(), 0.0).nan_to_num(nan=torch.inf)
+    _assert_below(
+        errors, factor * plain_error + 2 * largest * torch.finfo(torch.float32).eps, label
+    )
+
+
+def assert_attention_within_budget(
+    got: Attended, exact: Attended, plain: Attended, plain_lse: Tensor, *, factor: float = 2.0
+) -> None:
+    """Assert both results of an attention call, and that rows without keys are the empty state.
+
+    Args:
+        got: what is tested.
+        exact: an oracle run in float64.
+        plain: the oracle run in the dtype of `got.out`.
+        plain_lse: [T, H], the LSE of the oracle run in float32 (or in float64 for float64 input).
+        factor: as in `assert_within_budget`.
+
+    Raises:
+        AssertionError: as the two assertions above, or a row without keys is not exactly 0.
+    """
+    assert_lse_within_budget(got.lse, exact.lse, plain_lse, factor=factor)
+    empty = got.lse == -torch.inf
+    assert bool((got.out[empty] == 0).all()), "out: a row without keys is not exactly 0"
+    assert_within_budget(got.out, exact.out, plain.out, factor=factor)
+
+
+def _floor(dtype: torch.dtype) -> float:
+    return _FLOAT64_FLOOR if dtype is torch.float64 else torch.finfo(dtype).eps
+
+
+def _assert_below(errors: Tensor, limit: float, label: str) -> None:
+    worst = float(errors.max())
+    if worst <= limit:
+        return
+    at = [int(i) for i in torch.unravel_index(errors.argmax(), errors.shape)]
+    bad = int((errors > limit).sum())
+    raise AssertionError(
+        f"{label}: error {worst:.3e} at row {at} exceeds the budget {limit:.3e}; "
+        f"{bad} of {errors.numel()} rows do"
+    )
