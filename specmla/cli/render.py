@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specmla.cli.run import Run
-from specmla.verify.stats import distinct_ngram_ratio
+from specmla.verify.diversity import distinct_ngram_ratio
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

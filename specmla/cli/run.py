@@ -23,11 +23,13 @@ class Run:
         tokens: new tokens by prompt.
         drafted: by prompt, true where the token was an accepted draft.
         stats: over all verify steps.
+        stats_by_prompt: the same for each prompt.
         seconds: wall time of the loop, prompts included.
     """
 
     tokens: list[list[int]]
     drafted: list[list[bool]]
+    stats_by_prompt: list[AcceptanceStats]
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     seconds: float = 0.0
 
@@ -58,7 +60,7 @@ def run_loop(
     need = (min(longest, len(p) + (s.max_tokens or longest)) for p, s in zip(prompts, sampling, strict=True))
     num_pages = sum(-(-n // page_size) + 1 for n in need)
     step = build_step(model, num_pages=num_pages, page_size=page_size, backend=backend)
-    run = Run([[] for _ in prompts], [[] for _ in prompts])
+    run = Run(*([make() for _ in prompts] for make in (list, list, AcceptanceStats)))
     batch = {i: pair for i, pair in enumerate(zip(prompts, sampling, strict=True))}
     _synchronize(model)
     start = time.perf_counter()
@@ -68,7 +70,8 @@ def run_loop(
             kept = min(result.num_accepted, len(result.new_tokens))
             run.drafted[result.request_id] += [j < kept for j in range(len(result.new_tokens))]
             if not result.is_prompt:
-                run.stats.observe(result.num_drafts, result.num_accepted, len(result.new_tokens))
+                for stats in (run.stats, run.stats_by_prompt[result.request_id]):
+                    stats.observe(result.num_drafts, result.num_accepted, len(result.new_tokens))
         on_tokens(sum(len(r.new_tokens) for r in results))
     _synchronize(model)
     run.seconds = time.perf_counter() - start

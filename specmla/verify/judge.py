@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specmla.verify.accept import RULES, Acceptance, decide, greedy
 from specmla.verify.plan import StepPlan
-from specmla.verify.sampling import flag_rows, processed_probs
-from specmla.verify.streams import Stream, uniforms
+from specmla.verify.sampling import processed_probs, row_top
+from specmla.verify.streams import step_uniforms
 
 
 class Decision(NamedTuple):
@@ -47,31 +47,18 @@ class Verdict:
 
 def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
     """Accept or reject every draft of the step; greedy requests alone need no probabilities."""
-    flagged = flag_rows(logits)[plan.row_table].any(dim=1)
     if plan.sampling.all_greedy:
-        acceptance = greedy(logits.argmax(dim=-1)[plan.row_table], plan.drafts)
+        top = row_top(logits)
+        flagged = top.flagged[plan.row_table]
+        acceptance = greedy(top.token[plan.row_table], plan.drafts)
     else:
-        acceptance = _sampled(plan, logits, rule)
-    packed = torch.cat(
-        [
-            acceptance.tokens,
-            acceptance.num_accepted[:, None],
-            flagged[:, None].to(acceptance.tokens.dtype),
-        ],
-        dim=1,
-    )
-    return _send(acceptance, packed)
-
-
-def _sampled(plan: StepPlan, logits: Tensor, rule: str) -> Acceptance:
-    batch = plan.sampling
-    probs = processed_probs(logits[plan.row_table], batch)
-    terms = RULES[rule](probs, plan.drafts, plan.draft_probs)
-    width = plan.drafts.shape[1]
-    rows = torch.arange(width + 1, device=logits.device)
-    accept = uniforms(batch.seeds, plan.positions, rows[:width], Stream.ACCEPT)
-    correction = uniforms(batch.seeds, plan.positions, rows[:1], Stream.CORRECTION)[:, 0]
-    return decide(terms, plan.drafts, accept, correction)
+        rows = processed_probs(logits[plan.row_table], plan.sampling)
+        flagged = rows.flagged
+        terms = RULES[rule](rows.probs, plan.drafts, plan.draft_probs)
+        u = step_uniforms(plan.sampling.seeds, plan.positions, plan.drafts.shape[1])
+        acceptance = decide(terms, plan.drafts, u.accept, u.correction)
+    tail = torch.stack([acceptance.num_accepted, flagged.any(dim=1).long()], dim=1)
+    return _send(acceptance, torch.cat([acceptance.tokens, tail], dim=1))
 
 
 def _send(acceptance: Acceptance, packed: Tensor) -> Verdict:
