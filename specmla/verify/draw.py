@@ -1,0 +1,60 @@
+"""Draw tokens from rows of weights by inverting the cumulative sum."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specmla.errors import require
+
+
+class Drawn(NamedTuple):
+    """One token a row.
+
+    Attributes:
+        token: [R] int64; 0 in a flagged row.
+        flagged: [R] bool, the row holds no positive weight, or one that is not finite.
+    """
+
+    token: Tensor
+    flagged: Tensor
+
+
+def sample(weights: Tensor, u: Tensor) -> Drawn:
+    """Draw one token from each row of weights, which need not sum to 1.
+
+    The weights become integers in float64: each is divided by the row's largest, scaled to fill
+    62 bits together, and rounded up. Integer sums are exact in any order, so the token does not
+    depend on the device or on how many rows are drawn together; a weight of 0 is never drawn, and
+    any positive one may be. Rounding up moves less than W * 2**-(62 - log2 W) of the mass
+    (2**-28 at W = 2**17, below the rounding of a float32 softmax; 2**-58 at W = 4).
+
+    Args:
+        weights: [R, W] float32 or float64, none negative.
+        u: [R] float64 in (0, 1).
+
+    Raises:
+        ArgumentError: shapes that do not fit each other, or W = 0.
+    """
+    _check(weights, u)
+    largest = weights.amax(-1).double()  # NaN wins a maximum
+    flagged = ~(largest > 0) | ~torch.isfinite(largest)
+    bits = 62 - (weights.shape[1] - 1).bit_length()
+    scaled = torch.div(weights, largest[:, None])  # float64 by promotion
+    scaled.mul_(2.0**bits).ceil_().masked_fill_(flagged[:, None], 0.0)
+    mass = scaled.to(torch.int64).cumsum(-1)
+    total = mass[:, -1]
+    target = torch.minimum((u * total.double()).to(torch.int64), total - 1)
+    token = torch.searchsorted(mass, target[:, None], right=True)[:, 0]
+    return Drawn(token.masked_fill(flagged, 0), flagged)
+
+
+def _check(weights: Tensor, u: Tensor) -> None:
+    found = []
+    if weights.dim() != 2 or weights.shape[1] == 0:
+        found.append(f"weights has shape {tuple(weights.shape)}, accepted is [R, W] with W > 0")
+    elif u.shape != weights.shape[:1]:
+        found.append(f"u has shape {tuple(u.shape)}, accepted is {tuple(weights.shape[:1])}")
+    require(found, "sample")
