@@ -21,6 +21,8 @@ Two kinds of drafts are never accepted, and they end the run differently:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -101,6 +103,9 @@ def token_level(p: Tensor, drafts: Tensor, q: Tensor | None = None) -> RuleTerms
     empty = (drafts < 0) | (residual.sum(-1) == 0)
     torch.where(empty[..., None], p[:, :k], residual, out=residual)
     return RuleTerms(torch.where(inside, chance.clamp(0.0, 1.0), 0.0), correction)
+
+
+RULES: Mapping[str, Rule] = MappingProxyType({"token_level": token_level})
 
 
 def decide(terms: RuleTerms, drafts: Tensor, accept_u: Tensor, correction_u: Tensor) -> Acceptance:
