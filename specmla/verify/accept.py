@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from specmla.errors import ArgumentTypeError, require
-from specmla.verify.draw import sample
+from specmla.verify.draw import draw
 
 
 class RuleTerms(NamedTuple):
@@ -124,7 +124,7 @@ def decide(terms: RuleTerms, drafts: Tensor, accept_u: Tensor, correction_u: Ten
     b, rows, width = terms.correction.shape
     first = torch.arange(b, device=drafts.device) * rows
     weights = terms.correction.reshape(b * rows, width).index_select(0, first + num_accepted)
-    drawn = sample(weights, correction_u)
+    drawn = draw(weights, correction_u)
     tokens = _emitted(drafts, num_accepted, drawn.token)
     return Acceptance(num_accepted, drawn.token, tokens, drawn.flagged)
 

@@ -22,7 +22,15 @@ class Drawn(NamedTuple):
     flagged: Tensor
 
 
-def sample(weights: Tensor, u: Tensor) -> Drawn:
+def sample(probs: Tensor, u: Tensor) -> Tensor:
+    """Draw one token [R] int64 from each row of `probs` [R, W], as `draw` does.
+
+    For rows known to be good: those of `processed_probs` always are.
+    """
+    return draw(probs, u).token
+
+
+def draw(weights: Tensor, u: Tensor) -> Drawn:
     """Draw one token from each row of weights, which need not sum to 1.
 
     The weights become integers in float64: each is divided by the row's largest, scaled to fill
@@ -57,4 +65,4 @@ def _check(weights: Tensor, u: Tensor) -> None:
         found.append(f"weights has shape {tuple(weights.shape)}, accepted is [R, W] with W > 0")
     elif u.shape != weights.shape[:1]:
         found.append(f"u has shape {tuple(u.shape)}, accepted is {tuple(weights.shape[:1])}")
-    require(found, "sample")
+    require(found, "draw")
