@@ -1,0 +1,199 @@
+"""Multi-head Latent Attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), two exact ways.
+
+Dimensions: T rows, D hidden, H heads, C latent (kv_lora_rank), P query/key width without position,
+R rotated width, V value width, L query bottleneck, S keys that a row sees.
+
+    q = W_Q h                     [H, P + R]   (W_Q = W_QB norm(W_QA h) with a bottleneck L)
+    [c' | k'] = W_KVA h           [C | R]      one latent and one rotated key for all heads
+    c, k_rope = norm(c'), RoPE(k')             the cached row [c | k_rope], A = C + R values
+    [k_nope | v] = W_KVB c        [H, P + V]   W_UK [H, P, C] and W_UV [H, V, C] are its rows
+
+MHA (prompts) expands the keys: work per key H (P + V) C once, then P + R + V per head and row.
+
+    score = scale (q_nope . k_nope + RoPE(q_rope) . k_rope),   out = sum softmax(score) v
+
+MQA (verifies) moves W_KVB to the other side of both sums, so that the cached row itself is key and
+value and all H heads of all Q rows of a request read it once:
+
+    q_latent = q_nope W_UK        [H, C]       q_nope . (W_UK c) = (q_nope W_UK) . c
+    score = scale (q_latent . c + RoPE(q_rope) . k_rope)
+    out   = W_UV (sum softmax(score) c)        [H, V]
+
+The scale is (P + R)^-0.5, times YaRN's factor, in both: absorption does not change it. Both end in
+o_proj [D, H V]. Modules carry the Hugging Face names of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from specmla.backends.base import AttentionBackend
+from specmla.config import MLAConfig
+from specmla.metadata import PrefillPart, StepMetadata, VerifyPart
+from specmla.rope import RopeAngles
+
+if TYPE_CHECKING:
+    from specmla.cache.latent import LatentCache
+
+# The norms of the two bottlenecks: fixed in the published models, whatever rms_norm_eps says.
+LATENT_NORM_EPS = 1e-6
+
+
+class MLAAttention(nn.Module):
+    """One MLA layer: projections, absorption and the two paths; the backend attends.
+
+    The absorbed weights are views of `kv_b_proj.weight`: they take no memory, keep its address and
+    are never older than it.
+    """
+
+    def __init__(self, config: MLAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.softmax_scale = config.softmax_scale
+        hidden, bias = config.hidden_size, config.attention_bias
+        query_width = config.num_heads * config.qk_head_dim
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden, query_width, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden, config.q_lora_rank, bias=bias)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=LATENT_NORM_EPS)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, query_width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, config.cache_width, bias=bias)
+        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, eps=LATENT_NORM_EPS)
+        self.kv_b_proj = nn.Linear(
+            config.kv_lora_rank,
+            config.num_heads * (config.qk_nope_head_dim + config.v_head_dim),
+            bias=False,
+        )
+        self.o_proj = nn.Linear(config.num_heads * config.v_head_dim, hidden, bias=bias)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        hidden: Tensor,
+        angles: RopeAngles,
+        cache: LatentCache,
+        layer_id: int,
+        metadata: StepMetadata,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """Store the latent rows of a step, then attend: verify rows by MQA, prompt rows by MHA.
+
+        Args:
+            hidden: [T, D], normed.
+            angles: of `metadata.positions`.
+            cache: written at `metadata.slot_mapping` of layer `layer_id`, before it is read.
+            layer_id: index into the cache.
+            metadata: of this step, shared by all layers.
+            backend: attends.
+
+        Returns:
+            [T, D], without gradients (`forward_full` has them).
+        """
+        q_nope, q_rope, kv_latent, k_rope = self._project(hidden, angles)
+        cache.store(layer_id, kv_latent, k_rope, metadata.slot_mapping)
+        verify, prefill, split = metadata.verify, metadata.prefill, metadata.num_verify_rows
+        if prefill is None:
+            assert verify is not None
+            out = self.forward_mqa(q_nope, q_rope, cache.layer(layer_id), verify, backend)
+        else:
+            keys = cache.gather(layer_id, prefill.kv_slots)
+            out = self.forward_mha(q_nope[split:], q_rope[split:], keys, prefill, backend)
+            if verify is not None:
+                rows = cache.layer(layer_id)
+                first = self.forward_mqa(q_nope[:split], q_rope[:split], rows, verify, backend)
+                out = torch.cat((first, out))
+        projected: Tensor = self.o_proj(out)
+        return projected
+
+    def forward_mqa(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        part: VerifyPart,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """Absorb `[T, H, P]`, attend with `[T, H, R]` over `[N, G, A]`, lift to `[T, H * V]`."""
+        w_uk, w_uv_t = self.absorbed_weights()
+        q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+        latent = backend.forward_mqa(
+            q_latent, q_rope, latent_cache, part, softmax_scale=self.softmax_scale
+        ).out
+        return torch.bmm(latent.transpose(0, 1), w_uv_t).transpose(0, 1).flatten(1)
+
+    def forward_mha(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        rows: Tensor,
+        part: PrefillPart,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """Attend `[T, H, P]` with `[T, H, R]` over the expanded rows `[sum S, A]`: `[T, H * V]`."""
+        key, value = self._expand(*rows.split(self._row_widths, dim=-1))
+        query = torch.cat((q_nope, q_rope), dim=-1)
+        attended = backend.forward_mha(query, key, value, part, softmax_scale=self.softmax_scale)
+        return attended.out.flatten(1)
+
+    def forward_full(self, hidden: Tensor, angles: RopeAngles) -> Tensor:
+        """Attend causally within whole sequences `[B, S, D]`, without a cache, with gradients.
+
+        `angles` are those of positions 0 .. S - 1.
+        """
+        q_nope, q_rope, kv_latent, k_rope = self._project(hidden, angles)
+        key, value = self._expand(kv_latent, k_rope)
+        query = torch.cat((q_nope, q_rope), dim=-1)
+        out = nn.functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            scale=self.softmax_scale,
+        )
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
+
+    def absorbed_weights(self) -> tuple[Tensor, Tensor]:
+        """View `kv_b_proj` as W_UK `[H, P, C]` and W_UV transposed `[H, C, V]`, for bmm."""
+        dims = self.config
+        w_uk, w_uv = self.kv_b_proj.weight.unflatten(0, (dims.num_heads, -1)).split(
+            (dims.qk_nope_head_dim, dims.v_head_dim), dim=1
+        )
+        return w_uk, w_uv.transpose(1, 2)
+
+    def _project(self, hidden: Tensor, angles: RopeAngles) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Give q_nope [..., H, P], q_rope [..., H, R], kv_latent [..., C], k_rope [..., R]."""
+        dims = self.config
+        if dims.q_lora_rank is None:
+            query = self.q_proj(hidden)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        q_nope, q_rope = query.unflatten(-1, (dims.num_heads, dims.qk_head_dim)).split(
+            (dims.qk_nope_head_dim, dims.qk_rope_head_dim), dim=-1
+        )
+        kv_latent, k_rope = self.kv_a_proj_with_mqa(hidden).split(self._row_widths, dim=-1)
+        return (
+            q_nope,
+            angles.rotate_query(q_rope),
+            self.kv_a_layernorm(kv_latent),
+            angles.rotate_key(k_rope),
+        )
+
+    def _expand(self, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Up-project [..., C] and [..., R] to keys [..., H, P + R] and values [..., H, V]."""
+        dims = self.config
+        k_nope, value = (
+            self.kv_b_proj(kv_latent)
+            .unflatten(-1, (dims.num_heads, -1))
+            .split((dims.qk_nope_head_dim, dims.v_head_dim), dim=-1)
+        )
+        shared = k_rope.unsqueeze(-2).expand(*k_nope.shape[:-1], dims.qk_rope_head_dim)
+        return torch.cat((k_nope, shared), dim=-1), value
+
+    @property
+    def _row_widths(self) -> tuple[int, int]:
+        return self.config.kv_lora_rank, self.config.qk_rope_head_dim
