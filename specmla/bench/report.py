@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MIB = 2**20
+TIMED, REFUSED, WRONG = "timed", "refused", "wrong"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +20,15 @@ class VerifyRow:
         batch: in the batch grammar.
         heads, mask, page_size, dtype: of the run.
         provider: name.
-        reason: why there is no figure (absent, refused, wrong result), else None.
+        status: "timed", "refused" (absent or unfit) or "wrong" (its result is, so it isn't timed).
+        reason: why there is no figure, else None.
         us, us_p10, us_p90: microseconds of one layer's attention, None without a figure.
         ratio: us over that of the first provider that was timed on this batch.
         gbps, tflops: unique cache bytes and operations of all rows over `us`.
         rel_err: norm of the error against float64, over the norm of the result.
         plan_us: host time of a step's metadata and plan, shared by all layers.
-        scratch_bytes: peak device memory of plan and call, outputs and tables not counted;
-            None where the device has no allocator statistics.
+        scratch_bytes: peak device memory of plan and call beyond the outputs, the step's tables
+            included; None on a CPU.
         method: how `us` was measured.
     """
 
@@ -36,6 +38,7 @@ class VerifyRow:
     page_size: int
     dtype: str
     provider: str
+    status: str = TIMED
     reason: str | None = None
     us: float | None = None
     us_p10: float | None = None
@@ -105,5 +108,5 @@ def document(env: Mapping[str, Any], rows: Sequence[VerifyRow]) -> dict[str, Any
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content`, one member a line."""
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Write `content`, as strict JSON."""
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,9 +1,9 @@
 """Times a call over many copies of its data, so that the cache it reads is never in L2.
 
-One graph (or one eager pass) runs the call once for each copy, in turn, as a model does with the
-caches of its layers. Between two uses of a copy all others pass through L2, and together they are
-several times its size: every call starts cold, without a flush to subtract. Host launches are part
-of an eager time, not of a graph's.
+On a GPU one CUDA graph runs the call once for each copy, in turn, as a model does with the caches
+of its layers. Between two uses of a copy all others pass through L2, and together they are several
+times its size: every call starts cold, without a flush to subtract. Replays hold no host launches;
+the gap between two replays is shared by the calls of one. On a CPU calls are timed as they are.
 """
 
 from __future__ import annotations
@@ -40,32 +40,30 @@ def num_copies(bytes_each: int, device: torch.device) -> int:
     return min(max(2, -(-target // max(bytes_each, 1))), MAX_COPIES)
 
 
-def method(device: torch.device, graph: bool) -> str:
+def method(device: torch.device) -> str:
     """Describe how `time_calls` measures, for the report."""
     if device.type != "cuda":
-        return "eager wall time on the CPU"
-    cold = f"caches rotate over >= {COLD_FACTOR} x L2 (at most {MAX_COPIES} copies)"
-    return f"{'CUDA-graph replay' if graph else 'eager calls'} timed by events, {cold}, median"
+        return "eager wall time on the CPU, median"
+    return (
+        "CUDA-graph replay between events, cold L2 (calls rotate over copies of the cache of "
+        f">= {COLD_FACTOR} x L2 in all, at most {MAX_COPIES}), median"
+    )
 
 
-def time_calls(
-    calls: Sequence[Callable[[], object]], device: torch.device, *, reps: int, graph: bool
-) -> Timing:
+def time_calls(calls: Sequence[Callable[[], object]], device: torch.device, *, reps: int) -> Timing:
     """Time the mean call of a pass over `calls`, `reps` times.
 
     Args:
         calls: the same work on different copies of the data.
         device: where they run.
         reps: passes that are timed, after a warm-up.
-        graph: replay a CUDA graph of the pass instead of launching it; ignored on a CPU.
     """
     if device.type != "cuda":
         return _summary(_wall_times(calls, reps))
     with torch.cuda.device(device):
-        passes = -(-MIN_CALLS // len(calls))
-        many = [*calls] * passes
-        _warm_up(many[: max(3, passes)])
-        return _summary(_event_times(_captured(many) if graph else _eager(many), reps, len(many)))
+        many = [*calls] * -(-MIN_CALLS // len(calls))
+        _warm_up(calls[:3])
+        return _summary(_replay_times(_captured(many), reps, len(many)))
 
 
 def host_us(call: Callable[[], object], device: torch.device, *, reps: int) -> float:
@@ -109,33 +107,25 @@ def _warm_up(calls: Sequence[Callable[[], object]]) -> None:
     torch.cuda.synchronize()
 
 
-def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+def _captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return graph.replay
+    return graph
 
 
-def _eager(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    def run() -> None:
-        for call in calls:
-            call()
-
-    return run
-
-
-def _event_times(run: Callable[[], object], reps: int, calls: int) -> list[float]:
+def _replay_times(graph: torch.cuda.CUDAGraph, reps: int, calls: int) -> list[float]:
     # By time, not by count: clocks rise with load.
     start = time.perf_counter()
     while time.perf_counter() - start < WARM_UP_S:
-        run()
+        graph.replay()
         torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(reps + 1)]
-    # All passes are queued before the first result is awaited: the device never waits for the host.
+    # All replays are queued before the first is awaited: the device never waits for the host.
     marks[0].record()
     for mark in marks[1:]:
-        run()
+        graph.replay()
         mark.record()
     torch.cuda.synchronize()
     return [1e3 * before.elapsed_time(after) / calls for before, after in itertools.pairwise(marks)]
