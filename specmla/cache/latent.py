@@ -1,0 +1,209 @@
+"""The paged latent cache of all layers: store, gather and move rows by slot.
+
+Slot s is row s % G of page s // G. Slot -1 means "no row": nothing is stored, zeros are read. What
+unused rows hold is undefined and influences nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from specmla.cache import rows
+from specmla.cache.layout import CacheLayout, layout_problems
+from specmla.cache.pool import Impl, default_impl, impl_problems, pool_problems
+from specmla.errors import require
+
+
+class LatentCache:
+    """Holds A = C + R numbers for each token and layer, in pages of G tokens.
+
+    One allocation `[L, N, G, A]` serves all layers; `from_pool` takes an engine's views instead.
+    Slots on the CPU are checked against the pool before anything is written. Slots on a GPU can't
+    be read without waiting for it: there a slot outside the pool is skipped (stored nowhere, read
+    as zeros), and two rows stored at one slot leave one of them.
+
+    Args:
+        num_layers: L. num_pages: N. page_size: G, any value >= 1. width: A.
+        dtype: bfloat16, float16, float32, or float64 for tests.
+        device: where the pool lies.
+        impl: "triton" (kernels; never waits for the device) or "torch" (waits on a GPU). None
+            means "triton" on CUDA devices and "torch" elsewhere.
+
+    Raises:
+        ArgumentError: names every argument that can't be accepted; nothing was allocated.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        impl: Impl | None = None,
+    ) -> None:
+        device = torch.device(device)
+        found = layout_problems(width, dtype, page_size)
+        if num_layers < 1:
+            found.append(f"num_layers is {num_layers}, accepted are values >= 1")
+        if num_pages < 1:
+            found.append(f"num_pages is {num_pages}, accepted are values >= 1")
+        found += impl_problems(impl, device)
+        require(found, "LatentCache")
+        # A cache made under inference_mode may be written outside of it.
+        with torch.inference_mode(False):
+            pool = torch.empty(num_layers, num_pages, page_size, width, dtype=dtype, device=device)
+        self._adopt(pool.unbind(0), impl)
+
+    @classmethod
+    def from_pool(cls, views: Sequence[Tensor], impl: Impl | None = None) -> LatentCache:
+        """Use an engine's memory: one `[N, G, A]` view a layer, rows contiguous inside a page.
+
+        The page stride may exceed G * A (gaps between pages, layers interleaved) and is the same
+        for all layers.
+
+        Raises:
+            ArgumentError: lists everything that the views disagree on or that no kernel can read.
+        """
+        require(pool_problems(views), "LatentCache.from_pool")
+        require(impl_problems(impl, views[0].device), "LatentCache.from_pool")
+        cache = cls.__new__(cls)
+        cache._adopt(tuple(views), impl)
+        return cache
+
+    def _adopt(self, layers: Sequence[Tensor], impl: Impl | None) -> None:
+        first = layers[0]
+        self.num_pages, self.page_size, self.width = first.shape
+        self.layout = CacheLayout(self.width, first.dtype, self.page_size)
+        self.dtype, self.device = first.dtype, first.device
+        self.num_layers, self.num_slots = len(layers), self.num_pages * self.page_size
+        self.impl: Impl = impl or default_impl(self.device)
+        self._layers = tuple(layers)
+        if self.impl == "torch":
+            self._store, self._gather = rows.store_rows, rows.gather_rows
+            self._move = partial(rows.move_rows, self._layers)
+            self._copy = partial(rows.copy_pages, self._layers)
+        else:
+            from specmla.kernels import gather, move, store
+
+            table = move.LayerTable.of(self._layers)
+            self._store, self._gather = store.store_rows, gather.gather_rows
+            self._move = partial(move.move_rows, table)
+            self._copy = partial(move.copy_pages, table)
+
+    def layer(self, index: int) -> Tensor:
+        """View the pages [N, G, A] of one layer (the page stride may exceed G * A)."""
+        if not 0 <= index < self.num_layers:
+            require([f"index is {index}, accepted are 0 .. {self.num_layers - 1}"], "layer")
+        return self._layers[index]
+
+    def store(self, layer: int, kv_latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
+        """Write one row for each new token; rows with slot -1 are skipped.
+
+        Args:
+            layer: 0 .. L - 1.
+            kv_latent: [T, C], the cache's dtype, any strides.
+            k_rope: [T, R], likewise; R may be 0. C + R = A.
+            slots: [T] int64.
+
+        Raises:
+            ArgumentError: shapes, dtypes, devices or (on the CPU) slots that can't be accepted;
+                nothing was written.
+        """
+        pool, found = self.layer(layer), self._slot_problems("slots", slots)
+        for name, part in (("kv_latent", kv_latent), ("k_rope", k_rope)):
+            if part.dim() != 2 or part.shape[0] != slots.numel():
+                found.append(
+                    f"{name} has shape {tuple(part.shape)}, accepted is [T={slots.numel()}, ...]"
+                )
+            if part.dtype != self.dtype or part.device != self.device:
+                found.append(
+                    f"{name} is {part.dtype} on {part.device}, accepted is {self.dtype} on "
+                    f"{self.device}"
+                )
+        if not found and kv_latent.shape[1] + k_rope.shape[1] != self.width:
+            found.append(
+                f"kv_latent is {kv_latent.shape[1]} and k_rope {k_rope.shape[1]} wide, accepted is "
+                f"a sum of {self.width}"
+            )
+        if found:
+            require(found, "LatentCache.store")
+        self._store(pool, kv_latent, k_rope, slots)
+
+    def gather(self, layer: int, slots: Tensor) -> Tensor:
+        """Read rows [n, A] at `slots` [n] int64; slot -1 gives zeros.
+
+        Raises:
+            ArgumentError: slots of another shape, dtype or device, or (on the CPU) outside.
+        """
+        pool = self.layer(layer)
+        if found := self._slot_problems("slots", slots):
+            require(found, "LatentCache.gather")
+        return self._gather(pool, slots)
+
+    def move(self, src_slots: Tensor, dst_slots: Tensor) -> None:
+        """Copy rows `src_slots` [n] to `dst_slots` [n], int64, in all layers.
+
+        All rows are read before one is written, so both may overlap (0, 2, 3 to 0, 1, 2). Pairs
+        with a -1 are skipped. No slot may occur twice among the destinations.
+
+        Raises:
+            ArgumentError: slots of another shape, dtype or device, or (on the CPU) outside.
+        """
+        found = self._slot_problems("src_slots", src_slots)
+        found += self._slot_problems("dst_slots", dst_slots)
+        if src_slots.shape != dst_slots.shape:
+            found.append(
+                f"src_slots has shape {tuple(src_slots.shape)}, dst_slots "
+                f"{tuple(dst_slots.shape)}; accepted are equal ones"
+            )
+        if found:
+            require(found, "LatentCache.move")
+        if src_slots.numel():
+            self._move(src_slots, dst_slots)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages (source, destination) in all layers: what copy-on-write asks for.
+
+        Raises:
+            ArgumentError: pages outside the pool, a destination that occurs twice or is a source.
+        """
+        sources, targets = {p[0] for p in pairs}, {p[1] for p in pairs}
+        found = [
+            f"pages {pair} of pairs must lie in 0 .. {self.num_pages - 1}"
+            for pair in pairs
+            if not all(0 <= page < self.num_pages for page in pair)
+        ]
+        if len(targets) < len(pairs):
+            found.append(f"pairs {list(pairs)} hold a destination twice")
+        if sources & targets:
+            found.append(f"pages {sorted(sources & targets)} are both source and destination")
+        require(found, "LatentCache.copy_pages")
+        if not pairs:
+            return
+        pages = torch.tensor(list(zip(*pairs, strict=True)), dtype=torch.int64)
+        if self.device.type == "cuda":
+            pages = pages.pin_memory().to(self.device, non_blocking=True)
+        self._copy(*pages.unbind(0))
+
+    def _slot_problems(self, name: str, slots: Tensor) -> list[str]:
+        found = []
+        if slots.dim() != 1:
+            found.append(f"{name} has shape {tuple(slots.shape)}, accepted is one dimension")
+        if slots.dtype != torch.int64 or slots.device != self.device:
+            found.append(
+                f"{name} is {slots.dtype} on {slots.device}, accepted is torch.int64 on "
+                f"{self.device}"
+            )
+        elif slots.device.type == "cpu" and slots.numel():
+            low, high = (int(x) for x in torch.aminmax(slots))
+            if low < -1 or high >= self.num_slots:
+                found.append(
+                    f"{name} go from {low} to {high}, accepted are -1 .. {self.num_slots - 1}"
+                )
+        return found
