@@ -1,0 +1,219 @@
+"""Packed verify attention: all rows of a request share tiles, one launch serves ragged Q.
+
+Row `t * H + h` of a request is head h of its new row t. A program holds BLOCK_M of them and streams
+one split of the request's cache; each cache row is loaded once and used as key (all C + R columns)
+and as value (its first C). Tiles are the fastest grid axis, so tiles of one request that run at the
+same time stream the same pages through L2.
+"""
+
+# Kernel bodies are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specmla.kernels.combine import combine
+from specmla.kernels.launch import FP_FUSION, SplitPlan
+from specmla.kernels.prims import (
+    LOG2_E,
+    MAX_FLOOR,
+    block_pages,
+    block_rows,
+    softmax_finish,
+    softmax_step,
+    split_length,
+    visible_keys,
+)
+from specmla.metadata import VerifyPart
+
+
+@triton.jit(
+    do_not_specialize=["num_splits", "stride_table"],
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "query_start_ptr",
+        "seq_lens_ptr",
+        "row_extent_ptr",
+        "row_start_ptr",
+        "tree_bits_ptr",
+    ],
+)
+def packed_kernel(
+    out_ptr,
+    lse_ptr,
+    q_latent_ptr,
+    q_rope_ptr,
+    cache_ptr,
+    block_table_ptr,  # [B, M] int32
+    query_start_ptr,  # [B + 1] int32
+    seq_lens_ptr,  # [B] int32
+    row_extent_ptr,  # [T] int32
+    row_start_ptr,  # [T] int32 or None
+    tree_bits_ptr,  # [T] int64 or None
+    scale_log2,
+    num_splits,
+    stride_table,
+    stride_out_t,
+    stride_out_h,
+    stride_out_split,
+    stride_lse_t,
+    stride_lse_h,
+    stride_lse_split,
+    stride_latent_t,
+    stride_latent_h,
+    stride_rope_t,
+    stride_rope_h,
+    stride_page,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHARE_QK: tl.constexpr,
+    EVICT: tl.constexpr = "",
+):
+    """Attend one tile of rows over one split; writes normalised output and LSE of that split."""
+    WINDOW: tl.constexpr = row_start_ptr is not None
+    TREE: tl.constexpr = tree_bits_ptr is not None
+    tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_row = tl.load(query_start_ptr + request)
+    num_rows = tl.load(query_start_ptr + request + 1) - first_row
+    num_keys = tl.load(seq_lens_ptr + request)
+    run = split_length(num_keys, num_splits, BLOCK_N)
+    begin = split * run
+    # Split 0 always runs: unsplit, it writes the empty state of a request without keys.
+    if (tile * BLOCK_M >= num_rows * H) | ((split > 0) & (begin >= num_keys)):
+        return
+
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    alive = rows < num_rows * H
+    t = (first_row + rows // H).to(tl.int64)
+    h = (rows % H).to(tl.int64)
+    extent = tl.minimum(tl.load(row_extent_ptr + t, mask=alive, other=0), num_keys)
+    end = tl.minimum(begin + run, tl.max(extent, axis=0))
+    first_key, word = extent, t
+    if WINDOW:
+        first_key = tl.load(row_start_ptr + t, mask=alive, other=0)
+        least = tl.min(tl.where(alive, first_key, num_keys), axis=0)
+        begin = tl.maximum(begin, tl.maximum(least, 0) // BLOCK_N * BLOCK_N)
+    if TREE:
+        word = tl.load(tree_bits_ptr + t, mask=alive, other=0)
+
+    offs_c = tl.arange(0, C)
+    latent_at = q_latent_ptr + t * stride_latent_t + h * stride_latent_h
+    q_latent = tl.load(latent_at[:, None] + offs_c[None, :], mask=alive[:, None], other=0.0)
+    if R > 0:
+        offs_r = tl.arange(0, R)
+        rope_at = q_rope_ptr + t * stride_rope_t + h * stride_rope_h
+        q_rope = tl.load(rope_at[:, None] + offs_r[None, :], mask=alive[:, None], other=0.0)
+
+    table_ptr = block_table_ptr + request.to(tl.int64) * stride_table
+    row_max = tl.full([BLOCK_M], MAX_FLOOR, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, C], tl.float32)
+    pages = block_pages(table_ptr, begin, num_keys, G, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        held = (keys < num_keys)[:, None]
+        # Stale rows are read as zeros: a weight of zero would not do, 0 * NaN is NaN.
+        row_at = block_rows(cache_ptr, pages, start, stride_page, C + R, G, BLOCK_N)[:, None]
+        kv = tl.load(row_at + offs_c[None, :], mask=held, other=0.0, eviction_policy=EVICT)
+        if R > 0:
+            k_rope = tl.load(
+                row_at + C + offs_r[None, :], mask=held, other=0.0, eviction_policy=EVICT
+            )
+        pages = block_pages(table_ptr, start + BLOCK_N, num_keys, G, BLOCK_N)
+
+        # Two dots in a row are laid out as a chain, in which every warpgroup computes all scores of
+        # its rows; dots in branches are not. With SHARE_QK both branches are always taken.
+        latent_turn = start < num_keys if SHARE_QK else True
+        rope_turn = start < end if SHARE_QK else True
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        weights = tl.full([BLOCK_M, BLOCK_N], scale_log2, tl.float32).to(kv.dtype)
+        shrink = row_sum
+        if latent_turn:
+            scores = tl.dot(q_latent, tl.trans(kv), input_precision="ieee")
+        if rope_turn:
+            if R > 0:
+                scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+            seen = visible_keys(keys, num_keys - num_rows, first_key, extent, word, WINDOW, TREE)
+            scores = tl.where(seen, scores * scale_log2, float("-inf"))
+            scores, shrink, row_max, row_sum = softmax_step(scores, row_max, row_sum)
+            weights = scores.to(kv.dtype)
+        acc = tl.dot(weights, kv, acc * shrink[:, None], input_precision="ieee")
+
+    inverse, lse = softmax_finish(row_max, row_sum)
+    out_at = out_ptr + t * stride_out_t + h * stride_out_h + split.to(tl.int64) * stride_out_split
+    out = (acc * inverse[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_at[:, None] + offs_c[None, :], out, mask=alive[:, None])
+    lse_at = lse_ptr + t * stride_lse_t + h * stride_lse_h + split.to(tl.int64) * stride_lse_split
+    tl.store(lse_at, lse, mask=alive)
+
+
+def packed_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    part: VerifyPart,
+    plan: SplitPlan,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Launch the packed kernel, and the merge where the plan splits.
+
+    Args:
+        q_latent: [T, H, C]. q_rope: [T, H, R]. latent_cache: [N, G, C + R]. All of one dtype; last
+            strides 1, cache rows contiguous within a page (checked by the backend).
+        part: the step's verify rows.
+        plan: launch entry and splits, from `specmla.kernels.launch.plan_splits`.
+        softmax_scale: natural scale of the scores.
+
+    Returns:
+        Latents [T, H, C] in the query's dtype and LSE [T, H] float32 (natural log).
+    """
+    num_rows, num_heads, rank = q_latent.shape
+    out = q_latent.new_empty(num_rows, num_heads, rank)
+    lse = q_latent.new_empty(num_rows, num_heads, dtype=torch.float32)
+    entry = plan.entry
+    tiles = -(-part.max_query_len * num_heads // entry.block_m)
+    if tiles == 0:
+        return out, lse
+    to, to_lse = plan.targets(out, lse)
+    packed_kernel[(tiles, part.num_requests, plan.num_splits)](
+        to,
+        to_lse,
+        q_latent,
+        q_rope,
+        latent_cache,
+        part.block_table,
+        part.query_start,
+        part.seq_lens,
+        part.row_extent,
+        part.row_start,
+        part.tree_bits,
+        softmax_scale * LOG2_E,
+        plan.num_splits,
+        part.block_table.stride(0),
+        *to.stride()[:3],
+        *to_lse.stride(),
+        *q_latent.stride()[:2],
+        *q_rope.stride()[:2],
+        latent_cache.stride(0),
+        H=num_heads,
+        C=rank,
+        R=q_rope.shape[2],
+        G=latent_cache.shape[1],
+        BLOCK_M=entry.block_m,
+        BLOCK_N=entry.block_n,
+        SHARE_QK=entry.share_qk,
+        num_warps=entry.num_warps,
+        num_stages=entry.num_stages,
+        enable_fp_fusion=FP_FUSION,
+    )
+    if plan.num_splits > 1:
+        combine(out, lse, plan, part.query_start, part.seq_lens, part.max_query_len)
+    return out, lse
