@@ -1,3 +1,100 @@
 """The verify step of speculative decoding for models with Multi-head Latent Attention."""
 
+from specmla.backends.base import (
+    AttentionBackend,
+    AttentionOutput,
+    Capabilities,
+    Requirements,
+)
+from specmla.backends.select import get_backend, select_backend
+from specmla.builder import MetadataBuilder
+from specmla.cache.blocks import BlockManager
+from specmla.cache.latent import LatentCache
+from specmla.cache.layout import CacheLayout
+from specmla.config import MLAConfig, YarnScaling
+from specmla.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    IntegrityError,
+    NumericsError,
+    PoolFullError,
+    SpecMLAError,
+    UnsupportedError,
+)
+from specmla.generate import build_step, generate
+from specmla.layer import MLAAttention
+from specmla.mask import DraftMask
+from specmla.metadata import (
+    PrefillPart,
+    RequestKind,
+    RequestRows,
+    StepMetadata,
+    VerifyPart,
+)
+from specmla.models.config import DeepseekConfig
+from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.models.weights import load_checkpoint, save_checkpoint
+from specmla.query import QueryLenSupport, reshape_query_for_spec_decode
+from specmla.reference import merge_attention_states
+from specmla.staging import send_arrays
+from specmla.verify.draw import sample
+from specmla.verify.proposal import Drafter, DraftProposal, DraftRequest, RequestResult
+from specmla.verify.sampling import SamplingBatch, SamplingParams, processed_probs
+from specmla.verify.stats import AcceptanceStats
+from specmla.verify.step import VerifyStep
+from specmla.verify.streams import Stream, uniforms
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "AcceptanceStats",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "AttentionBackend",
+    "AttentionOutput",
+    "BlockManager",
+    "CacheLayout",
+    "Capabilities",
+    "CheckpointError",
+    "DeepseekConfig",
+    "DeepseekForCausalLM",
+    "DraftMask",
+    "DraftProposal",
+    "DraftRequest",
+    "Drafter",
+    "IntegrityError",
+    "LatentCache",
+    "MLAAttention",
+    "MLAConfig",
+    "MetadataBuilder",
+    "NumericsError",
+    "PoolFullError",
+    "PrefillPart",
+    "QueryLenSupport",
+    "RequestKind",
+    "RequestResult",
+    "RequestRows",
+    "Requirements",
+    "SamplingBatch",
+    "SamplingParams",
+    "SpecMLAError",
+    "StepMetadata",
+    "Stream",
+    "UnsupportedError",
+    "VerifyPart",
+    "VerifyStep",
+    "YarnScaling",
+    "build_step",
+    "generate",
+    "get_backend",
+    "load_checkpoint",
+    "merge_attention_states",
+    "processed_probs",
+    "reshape_query_for_spec_decode",
+    "sample",
+    "save_checkpoint",
+    "select_backend",
+    "send_arrays",
+    "uniforms",
+]

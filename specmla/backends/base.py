@@ -48,7 +48,7 @@ class Capabilities:
             verify through the row tables of the metadata.
         masks: relations among the new rows that it computes.
         dtypes: of query and cache (the same for both).
-        device_types: torch device types.
+        device_types: torch device types; the first is its home, where it is preferred.
         page_size_multiple: page sizes are multiples of this.
         ranks: accepted kv_lora_rank values, or None for any.
         rope_dims: accepted qk_rope_head_dim values, or None for any.

@@ -44,8 +44,15 @@ def get_backend(name: str) -> AttentionBackend:
     return BACKENDS[name]()
 
 
+def _rank(backend: AttentionBackend, need: Requirements) -> tuple[bool, int]:
+    """A backend's home is its first device type: Triton under its interpreter is never preferred."""
+    has = backend.capabilities
+    return has.device_types[0] != need.device.type, -has.priority
+
+
 def select_backend(need: Requirements, name: str | None = None) -> AttentionBackend:
-    """Give the backend called `name`, or the one of highest priority that can serve `need`.
+    """Give the backend called `name`, or the one of highest priority that can serve `need`
+    (at home on its device first).
 
     Raises:
         UnsupportedError: the named one, or none at all, can serve; every reason is listed.
@@ -57,7 +64,7 @@ def select_backend(need: Requirements, name: str | None = None) -> AttentionBack
         return backend
     reasons = []
     candidates = [get_backend(known) for known in BACKENDS]
-    for backend in sorted(candidates, key=lambda b: -b.capabilities.priority):
+    for backend in sorted(candidates, key=lambda b: _rank(b, need)):
         problems = backend.problems(need)
         if not problems:
             return backend

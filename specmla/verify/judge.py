@@ -57,7 +57,7 @@ def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
         terms = RULES[rule](rows.probs, plan.drafts, plan.draft_probs)
         u = step_uniforms(plan.sampling.seeds, plan.positions, plan.drafts.shape[1])
         acceptance = decide(terms, plan.drafts, u.accept, u.correction)
-    tail = torch.stack([acceptance.num_accepted, flagged.any(dim=1).long()], dim=1)
+    tail = torch.stack([acceptance.num_accepted, (flagged.any(dim=1) | acceptance.flagged).long()], dim=1)
     return _send(acceptance, torch.cat([acceptance.tokens, tail], dim=1))
 
 
