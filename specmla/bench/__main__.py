@@ -83,7 +83,7 @@ def _parser() -> _Parser:
     add("--drafts", type=_at_least(0), default=4, help="drafts a request (default 4)")
     add("--prompt-len", type=_at_least(1), default=8192, help="cached tokens (default 8192)")
     add("--page-size", type=_at_least(1), default=64, help="tokens a page (default 64)")
-    add("--impl", default="triton", metavar="NAME", help="backend that plans (default triton)")
+    add("--impl", metavar="NAME", help="backend that plans (default: the best that serves)")
     _add_common(step)
     env = commands.add_parser("env", help="print versions, device and commit as JSON")
     env.set_defaults(run=lambda args, words: print(json.dumps(collect_env(words), indent=1)) or 0)
@@ -126,10 +126,18 @@ def _dtype(args: argparse.Namespace) -> torch.dtype:
     return DTYPES[args.dtype or ("bf16" if args.device.type == "cuda" else "fp32")]
 
 
-def _check_files(*paths: Path | None) -> None:
-    for path in paths:
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ArgumentError(f"{path}: its folder does not exist; accepted is an existing one")
+def _check_outputs(json_file: Path | None, plot_file: Path | None = None) -> None:
+    """Refuse what could not be written or drawn, before anything is measured."""
+    found = []
+    for path in filter(None, (json_file, plot_file)):
+        if path.is_dir() or not path.resolve().parent.is_dir():
+            found.append(f"{path} can't be written, accepted is a file in an existing folder")
+    if plot_file is not None and plot_file.suffix not in plot.SUFFIXES:
+        found.append(f"--plot is {plot_file}, accepted are names ending in {list(plot.SUFFIXES)}")
+    if plot_file is not None and not plot.is_available():
+        found.append(plot.HINT)
+    if found:
+        raise ArgumentError("; ".join(found))
 
 
 def _verify(args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -139,9 +147,7 @@ def _verify(args: argparse.Namespace, words: Sequence[str]) -> int:
     makers = [functools.partial(get_provider, name) for name in args.impl]
     for make in makers:
         make()  # an unknown name is refused before anything is measured
-    _check_files(args.json, args.plot)
-    if args.plot is not None and not plot.is_available():
-        raise ArgumentError(plot.HINT)
+    _check_outputs(args.json, args.plot)
     options = VerifyOptions(
         page_size=args.page_size,
         mask=mask,
@@ -179,7 +185,7 @@ def _report(args: argparse.Namespace, words: Sequence[str], rows: Sequence[Verif
 
 
 def _step(args: argparse.Namespace, words: Sequence[str]) -> int:
-    _check_files(args.json)
+    _check_outputs(args.json)
     options = StepOptions(
         num_requests=args.requests,
         num_drafts=args.drafts,

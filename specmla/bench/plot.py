@@ -10,6 +10,7 @@ from specmla.bench.report import VerifyRow
 
 HINT = "plots need matplotlib: pip install 'specmla[bench]'"
 BAR = 0.8
+SUFFIXES = (".png", ".svg", ".pdf")
 INCHES_PER_BAR = 0.32
 
 
