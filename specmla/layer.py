@@ -25,18 +25,15 @@ o_proj [D, H V]. Modules carry the Hugging Face names of a checkpoint.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from specmla.backends.base import AttentionBackend
+from specmla.cache.latent import LatentCache
 from specmla.config import MLAConfig
+from specmla.errors import ArgumentError
 from specmla.metadata import PrefillPart, StepMetadata, VerifyPart
 from specmla.rope import RopeAngles
-
-if TYPE_CHECKING:
-    from specmla.cache.latent import LatentCache
 
 # The norms of the two bottlenecks: fixed in the published models, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
@@ -92,21 +89,30 @@ class MLAAttention(nn.Module):
 
         Returns:
             [T, D], without gradients (`forward_full` has them).
+
+        Raises:
+            ArgumentError: another number of rows than `metadata` has, or rows that the cache or
+                the backend refuse.
         """
+        if hidden.shape[:-1] != metadata.positions.shape:
+            raise ArgumentError(
+                f"MLAAttention: hidden has shape {tuple(hidden.shape)}, accepted is "
+                f"[T={metadata.num_rows}, D={self.config.hidden_size}]"
+            )
         q_nope, q_rope, kv_latent, k_rope = self._project(hidden, angles)
         cache.store(layer_id, kv_latent, k_rope, metadata.slot_mapping)
         verify, prefill, split = metadata.verify, metadata.prefill, metadata.num_verify_rows
-        if prefill is None:
-            assert verify is not None
-            out = self.forward_mqa(q_nope, q_rope, cache.layer(layer_id), verify, backend)
-        else:
-            keys = cache.gather(layer_id, prefill.kv_slots)
-            out = self.forward_mha(q_nope[split:], q_rope[split:], keys, prefill, backend)
-            if verify is not None:
-                rows = cache.layer(layer_id)
-                first = self.forward_mqa(q_nope[:split], q_rope[:split], rows, verify, backend)
-                out = torch.cat((first, out))
-        projected: Tensor = self.o_proj(out)
+        if prefill is None and verify is None:
+            return hidden  # no rows at all
+        parts = []
+        if verify is not None:
+            rows = cache.layer(layer_id)
+            first = (q_nope[:split], q_rope[:split]) if prefill is not None else (q_nope, q_rope)
+            parts.append(self.forward_mqa(*first, rows, verify, backend))
+        if prefill is not None:
+            rows = cache.gather(layer_id, prefill.kv_slots)
+            parts.append(self.forward_mha(q_nope[split:], q_rope[split:], rows, prefill, backend))
+        projected: Tensor = self.o_proj(parts[0] if len(parts) == 1 else torch.cat(parts))
         return projected
 
     def forward_mqa(

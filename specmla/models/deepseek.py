@@ -6,20 +6,16 @@ runs whole sequences without a cache, with gradients.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from specmla.backends.base import AttentionBackend
+from specmla.cache.latent import LatentCache
 from specmla.layer import MLAAttention
 from specmla.metadata import StepMetadata
 from specmla.models.config import DeepseekConfig
 from specmla.models.moe import DeepseekMLP, DeepseekMoE, DeepseekRouter
 from specmla.rope import RopeAngles, RotaryEmbedding
-
-if TYPE_CHECKING:
-    from specmla.cache.latent import LatentCache
 
 
 class DeepseekDecoderLayer(nn.Module):
