@@ -1,0 +1,126 @@
+"""The gather plan of the reference backend: a step's tables as indices and one mask.
+
+What must not matter is never read: a key that no row of its request sees is replaced in the gather
+by one that some row sees, where its weight is exactly 0, so no foreign bits enter a value product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specmla.backends.scratch import CpuScratch
+from specmla.metadata import VerifyPart
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """Indices of one step, padded to Q rows and S keys a request; shared by all layers.
+
+    Attributes:
+        page, offset: [B * S] int64, where key s of request b lies.
+        ceiling: [B, Q, 1, S] float32, -inf where the row does not see the key, else +inf.
+        no_keys: [B, Q, 1] bool, true for a row without keys; None if there is none.
+        padded_from: [B * Q] int64, packed row of each padded one; None if nothing is padded.
+        packed_from: [T] int64, padded row of each packed one; None likewise.
+    """
+
+    page: Tensor
+    offset: Tensor
+    ceiling: Tensor
+    no_keys: Tensor | None
+    padded_from: Tensor | None
+    packed_from: Tensor | None
+
+    def gather(self, latent_cache: Tensor, scratch: CpuScratch) -> Tensor:
+        """Gather the planned rows of a layer's cache [N, G, A] as [B, S, A].
+
+        On a CPU they lie in `scratch`, until the next gather.
+        """
+        num_pages, page_size, width = latent_cache.shape
+        page_stride, row_stride, column_stride = latent_cache.stride()
+        shape = (self.ceiling.shape[0], self.ceiling.shape[3], width)
+        if page_stride % row_stride:
+            return latent_cache[self.page, self.offset].view(shape)
+        # Selecting rows of one matrix is several times faster than indexing by page and offset.
+        steps = page_stride // row_stride
+        rows = latent_cache.as_strided(
+            ((num_pages - 1) * steps + page_size, width), (row_stride, column_stride)
+        )
+        index = torch.add(self.offset, self.page, alpha=steps)
+        if latent_cache.device.type != "cpu":
+            return rows.index_select(0, index).view(shape)
+        out = scratch.empty((index.shape[0], width), latent_cache.dtype)
+        return torch.index_select(rows, 0, index, out=out).view(shape)
+
+
+def build_gather_plan(part: VerifyPart) -> GatherPlan | None:
+    """Compute the indices of a step on its device; None if it has no rows or no keys.
+
+    Nothing waits for a GPU: there, `no_keys` is always given, since to look would be to wait.
+    """
+    if not part.num_rows or not part.max_seq_len:
+        return None
+    row, is_row = _padded_rows(part)
+    sees = _visible_keys(part, row, is_row)
+    page, offset = _live_slots(part, sees)
+    no_keys = ~sees.any(-1)
+    may_have_none = no_keys.device.type != "cpu" or bool((no_keys & is_row).any())
+    is_padded = part.num_rows != row.numel()
+    infinity = torch.tensor(torch.inf, device=row.device)
+    return GatherPlan(
+        page=page.flatten(),
+        offset=offset.flatten(),
+        ceiling=torch.where(sees, infinity, -infinity)[:, :, None, :],
+        no_keys=no_keys[..., None] if may_have_none else None,
+        padded_from=row.flatten() if is_padded else None,
+        packed_from=_packed_rows(part) if is_padded else None,
+    )
+
+
+def _padded_rows(part: VerifyPart) -> tuple[Tensor, Tensor]:
+    """Packed row of each padded one, [B, Q] int64, and which are real; the others point at one."""
+    step = torch.arange(part.max_query_len, device=part.query_start.device)
+    row = part.query_start[:-1, None] + step
+    is_row = row < part.query_start[1:, None]
+    return row.clamp(max=part.num_rows - 1), is_row
+
+
+def _packed_rows(part: VerifyPart) -> Tensor:
+    """Padded row of each packed one, [T] int64."""
+    start = part.query_start[:-1].long()
+    shift = torch.arange(start.shape[0], device=start.device) * part.max_query_len - start
+    lens = part.query_start.diff()
+    shift = shift.repeat_interleave(lens, output_size=part.num_rows)
+    return shift + torch.arange(part.num_rows, device=start.device)
+
+
+def _visible_keys(part: VerifyPart, row: Tensor, is_row: Tensor) -> Tensor:
+    """Which keys each padded row sees, [B, Q, S] bool."""
+    key = torch.arange(part.max_seq_len, device=row.device)
+    extent = torch.minimum(part.row_extent[row], part.seq_lens[:, None])
+    sees = key < extent.masked_fill(~is_row, 0)[..., None]
+    if part.row_start is not None:
+        sees &= key >= part.row_start[row][..., None]
+    if part.tree_bits is not None:
+        prefix = part.seq_lens - part.query_start.diff()
+        node = (key - prefix[:, None])[:, None, :]
+        bit = (part.tree_bits[row][..., None] >> node.clamp(0, 63)) & 1
+        sees &= (node < 0) | (bit == 1)
+    return sees
+
+
+def _live_slots(part: VerifyPart, sees: Tensor) -> tuple[Tensor, Tensor]:
+    """Page and offset of each key, [B, S] int64; a key that no row sees stands for the last seen.
+
+    A request without any visible key reads the first slot of the pool; its rows are zeroed later.
+    """
+    live = sees.any(1)
+    key = torch.arange(live.shape[1], device=live.device)
+    last = (live * key).amax(1, keepdim=True)
+    at = torch.where(live, key, last)
+    cell = at.div(part.page_size, rounding_mode="floor")
+    page = part.block_table.gather(1, cell).masked_fill(~live.any(1, keepdim=True), 0)
+    return page.long(), at - cell * part.page_size
