@@ -33,11 +33,11 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
 def draw(weights: Tensor, u: Tensor) -> Drawn:
     """Draw one token from each row of weights, which need not sum to 1.
 
-    The weights become integers in float64: each is divided by the row's largest, scaled to fill
-    62 bits together, and rounded up. Integer sums are exact in any order, so the token does not
-    depend on the device or on how many rows are drawn together; a weight of 0 is never drawn, and
-    any positive one may be. Rounding up moves less than W * 2**-(62 - log2 W) of the mass
-    (2**-28 at W = 2**17, below the rounding of a float32 softmax; 2**-58 at W = 4).
+    The weights become integers in float64: each is divided by the row's largest, scaled so that W
+    of the largest fit 62 bits, and rounded. Integer sums are exact in any order, so the token does
+    not depend on the device or on how many rows are drawn together, and a weight of 0 is never
+    drawn. Rounding moves less than W**2 * 2**-63 of the mass (2**-29 at W = 2**17, less than a
+    float32 softmax rounds; 2**-59 at W = 4).
 
     Args:
         weights: [R, W] float32 or float64, none negative.
@@ -51,7 +51,7 @@ def draw(weights: Tensor, u: Tensor) -> Drawn:
     flagged = ~(largest > 0) | ~torch.isfinite(largest)
     bits = 62 - (weights.shape[1] - 1).bit_length()
     scaled = torch.div(weights, largest[:, None])  # float64 by promotion
-    scaled.mul_(2.0**bits).ceil_().masked_fill_(flagged[:, None], 0.0)
+    scaled.mul_(2.0**bits).round_().masked_fill_(flagged[:, None], 0.0)
     mass = scaled.to(torch.int64).cumsum(-1)
     total = mass[:, -1]
     target = torch.minimum((u * total.double()).to(torch.int64), total - 1)
