@@ -79,6 +79,7 @@ def combine(
     out: Tensor,
     lse: Tensor,
     plan: SplitPlan,
+    split_block: int,
     query_start: Tensor | None,
     seq_lens: Tensor,
     max_query_len: int,
@@ -88,7 +89,8 @@ def combine(
     Args:
         out: any float dtype, last stride 1.
         lse: float32, contiguous.
-        plan: holds the partials; its entry's `block_n` is what the splits were cut by.
+        plan: holds the partials.
+        split_block: keys of a step of the attention kernel, which the splits were cut by.
         query_start: [B + 1] int32, or None where every request is one row (B = T).
         seq_lens: [B] int32, the lengths that were split.
         max_query_len: host bound of the rows of a request.
@@ -108,7 +110,7 @@ def combine(
         out.stride(1),
         H=num_heads,
         C=rank,
-        SPLIT_BLOCK=plan.entry.block_n,
+        SPLIT_BLOCK=split_block,
         CHUNK=CHUNK,
         num_warps=4,
         num_stages=1,

@@ -66,13 +66,11 @@ class SplitPlan:
     """Splits and scratch of a step, shared by all layers.
 
     Attributes:
-        entry: launch parameters of the attention kernel.
         num_splits: upper bound of the splits of a request; 1 writes results directly.
         partial_out: [T, H, num_splits, C] float32, normalised within a split; None if unsplit.
         partial_lse: [T, H, num_splits] float32, natural log; None if unsplit.
     """
 
-    entry: LaunchEntry
     num_splits: int
     partial_out: Tensor | None
     partial_lse: Tensor | None
@@ -97,6 +95,7 @@ def launch_table() -> dict[str, dict[str, tuple[LaunchEntry, ...]]]:
     }
 
 
+@lru_cache(maxsize=256)
 def find_entry(kernel: str, arch: str, num_rows: int, itemsize: int) -> LaunchEntry:
     """Give the entry of the smallest bucket that holds `num_rows`, or the largest bucket.
 
@@ -156,13 +155,11 @@ def choose_num_splits(num_tiles: int, max_seq_len: int, slots: int) -> int:
     return next(s for s in range(1, most + 1) if fill(s) >= GOOD_FILL * best)
 
 
-def reserve(
-    entry: LaunchEntry, num_splits: int, shape: tuple[int, int, int], device: torch.device
-) -> SplitPlan:
+def reserve(num_splits: int, shape: tuple[int, int, int], device: torch.device) -> SplitPlan:
     """Allocate the partial results of `num_splits` splits of [T, H, C] rows, if there are several."""
     if num_splits == 1:
-        return SplitPlan(entry, 1, None, None)
+        return SplitPlan(1, None, None)
     num_rows, num_heads, rank = shape
     out = torch.empty(num_rows, num_heads, num_splits, rank, dtype=torch.float32, device=device)
     lse = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=device)
-    return SplitPlan(entry, num_splits, out, lse)
+    return SplitPlan(num_splits, out, lse)

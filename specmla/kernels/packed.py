@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.combine import combine
-from specmla.kernels.launch import FP_FUSION, SplitPlan
+from specmla.kernels.launch import FP_FUSION, LaunchEntry, SplitPlan
 from specmla.kernels.prims import (
     LOG2_E,
     MAX_FLOOR,
@@ -161,6 +161,7 @@ def packed_attention(
     latent_cache: Tensor,
     part: VerifyPart,
     plan: SplitPlan,
+    entry: LaunchEntry,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Launch the packed kernel, and the merge where the plan splits.
@@ -169,7 +170,8 @@ def packed_attention(
         q_latent: [T, H, C]. q_rope: [T, H, R]. latent_cache: [N, G, C + R]. All of one dtype; last
             strides 1, cache rows contiguous within a page (checked by the backend).
         part: the step's verify rows.
-        plan: launch entry and splits, from `specmla.kernels.launch.plan_splits`.
+        plan: splits and scratch of the step.
+        entry: launch parameters.
         softmax_scale: natural scale of the scores.
 
     Returns:
@@ -178,7 +180,6 @@ def packed_attention(
     num_rows, num_heads, rank = q_latent.shape
     out = q_latent.new_empty(num_rows, num_heads, rank)
     lse = q_latent.new_empty(num_rows, num_heads, dtype=torch.float32)
-    entry = plan.entry
     tiles = -(-part.max_query_len * num_heads // entry.block_m)
     if tiles == 0:
         return out, lse
@@ -215,5 +216,5 @@ def packed_attention(
         enable_fp_fusion=FP_FUSION,
     )
     if plan.num_splits > 1:
-        combine(out, lse, plan, part.query_start, part.seq_lens, part.max_query_len)
+        combine(out, lse, plan, entry.block_n, part.query_start, part.seq_lens, part.max_query_len)
     return out, lse

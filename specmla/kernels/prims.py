@@ -12,6 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether the kernels of this process are interpreted (TRITON_INTERPRET=1 at import)."""
+
 LOG2_E = 1.4426950408889634
 """Factor from natural to base-2 exponents; the host folds it into the softmax scale."""
 

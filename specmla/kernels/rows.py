@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.combine import combine
-from specmla.kernels.launch import FP_FUSION, SplitPlan
+from specmla.kernels.launch import FP_FUSION, LaunchEntry, SplitPlan
 from specmla.kernels.prims import (
     LOG2_E,
     MAX_FLOOR,
@@ -124,6 +124,7 @@ def rows_attention(
     rows: RowTables,
     row_start: Tensor | None,
     plan: SplitPlan,
+    entry: LaunchEntry,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Launch the row kernel, and the merge where the plan splits.
@@ -133,7 +134,8 @@ def rows_attention(
             strides 1, cache rows contiguous within a page (checked by the backend).
         rows: keys that each row sees [T] and its pages [T, M].
         row_start: [T] int32, first key that each row sees, or None.
-        plan: launch entry and splits.
+        plan: splits and scratch of the step.
+        entry: launch parameters.
         softmax_scale: natural scale of the scores.
 
     Returns:
@@ -144,7 +146,6 @@ def rows_attention(
     lse = q_latent.new_empty(num_rows, num_heads, dtype=torch.float32)
     if num_rows == 0:
         return out, lse
-    entry = plan.entry
     to, to_lse = plan.targets(out, lse)
     rows_kernel[(num_rows * -(-num_heads // entry.block_m), plan.num_splits)](
         to,
@@ -174,5 +175,5 @@ def rows_attention(
         enable_fp_fusion=FP_FUSION,
     )
     if plan.num_splits > 1:
-        combine(out, lse, plan, None, rows.seq_lens, 1)
+        combine(out, lse, plan, entry.block_n, None, rows.seq_lens, 1)
     return out, lse

@@ -1,0 +1,117 @@
+"""What the Triton launchers rely on, checked on the host before anything is allocated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specmla.kernels.launch import SplitPlan, describe_device, launch_table
+from specmla.metadata import PrefillPart, VerifyPart
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of query and cache."""
+
+RANKS = (16, 32, 64, 128, 256, 512)
+"""kv_lora_rank values: one accumulator tile, a power of two."""
+
+ROPE_DIMS = (0, 16, 32, 64, 128)
+"""qk_rope_head_dim values."""
+
+PAGE_MULTIPLE = 16
+"""Pages hold a multiple of this many tokens."""
+
+
+def device_problems(device: torch.device, dtype: torch.dtype, interpreted: bool) -> list[str]:
+    """List why Triton can't compile or interpret for `device`."""
+    found = []
+    if device.type == "cpu":
+        if not interpreted:
+            found.append("device is 'cpu': Triton runs there only under TRITON_INTERPRET=1")
+        elif dtype is torch.bfloat16:
+            found.append(
+                "dtype is torch.bfloat16: Triton's interpreter multiplies it wrongly "
+                "(triton-lang/triton#11584), accepted under it are float16 and float32"
+            )
+    elif device.type == "cuda" and torch.cuda.is_available():
+        arch = describe_device(device).arch
+        if arch not in launch_table():
+            found.append(f"architecture is {arch}, accepted are {sorted(launch_table())}")
+    return found
+
+
+def mqa_problems(
+    q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, part: VerifyPart
+) -> list[str]:
+    """List every shape, dtype, stride or plan that `forward_mqa` can't take."""
+    found = []
+    rank, rope = q_latent.shape[-1], q_rope.shape[-1]
+    if q_latent.dim() != 3 or q_latent.shape[0] != part.num_rows or rank not in RANKS:
+        found.append(
+            f"q_latent is {tuple(q_latent.shape)}, accepted is [T={part.num_rows}, H, C] with C "
+            f"in {list(RANKS)}"
+        )
+    if q_rope.dim() != 3 or q_rope.shape[:2] != q_latent.shape[:2] or rope not in ROPE_DIMS:
+        found.append(
+            f"q_rope is {tuple(q_rope.shape)}, accepted is {tuple(q_latent.shape[:2])} + R with R "
+            f"in {list(ROPE_DIMS)}"
+        )
+    if latent_cache.dim() != 3 or latent_cache.shape[1:] != (part.page_size, rank + rope):
+        found.append(
+            f"latent_cache is {tuple(latent_cache.shape)}, accepted is [N, G={part.page_size}, "
+            f"C + R={rank + rope}]"
+        )
+    elif latent_cache.stride()[1:] != (rank + rope, 1):
+        found.append(
+            f"latent_cache has strides {latent_cache.stride()}, accepted are rows contiguous in a "
+            f"page: (any, {rank + rope}, 1)"
+        )
+    if part.page_size % PAGE_MULTIPLE:
+        found.append(f"page_size is {part.page_size}, accepted are multiples of {PAGE_MULTIPLE}")
+    found += _tensor_problems(q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache)
+    return found
+
+
+def plan_problems(plan: object, q_latent: Tensor) -> list[str]:
+    """List why a part's plan does not fit the query (another backend's, other heads or rank)."""
+    if not isinstance(plan, SplitPlan):
+        return [f"part.plan is {type(plan).__name__}, accepted is what this backend's plan() gives"]
+    num_rows, num_heads, rank = q_latent.shape
+    expected = (num_rows, num_heads, plan.num_splits, rank)
+    if plan.partial_out is not None and plan.partial_out.shape != expected:
+        got = tuple(plan.partial_out.shape)
+        return [f"part.plan holds scratch {got}, accepted for this query is {expected}"]
+    return []
+
+
+def mha_problems(query: Tensor, key: Tensor, value: Tensor, part: PrefillPart) -> list[str]:
+    """List every shape, dtype or stride that `forward_mha` can't take."""
+    rows, keys = sum(part.query_lens), sum(part.seq_lens)
+    found = []
+    if query.dim() != 3 or query.shape[0] != rows or not 1 <= query.shape[2] <= 256:
+        found.append(
+            f"query is {tuple(query.shape)}, accepted is [T={rows}, H, P + R] with P + R in 1 .. 256"
+        )
+    if key.shape != (keys, *query.shape[1:]):
+        found.append(f"key is {tuple(key.shape)}, accepted is {(keys, *query.shape[1:])}")
+    if value.dim() != 3 or value.shape[:2] != key.shape[:2] or not 1 <= value.shape[2] <= 256:
+        found.append(
+            f"value is {tuple(value.shape)}, accepted is {tuple(key.shape[:2])} + V with V in "
+            "1 .. 256"
+        )
+    found += _tensor_problems(query=query, key=key, value=value)
+    return found
+
+
+def _tensor_problems(**tensors: Tensor) -> list[str]:
+    found = []
+    dtypes = {t.dtype for t in tensors.values()}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        got = {name: str(t.dtype) for name, t in tensors.items()}
+        found.append(f"dtypes are {got}, accepted is one of {[str(d) for d in DTYPES]}")
+    if len({t.device for t in tensors.values()}) > 1:
+        got = {name: str(t.device) for name, t in tensors.items()}
+        found.append(f"devices are {got}, accepted is one device")
+    for name, t in tensors.items():
+        if t.numel() and t.stride(-1) != 1:
+            found.append(f"{name} has strides {t.stride()}, accepted is a last stride of 1")
+    return found
