@@ -6,18 +6,17 @@ prompts; `StepMetadata.order` maps back.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionBackend
-from specmla.errors import require
-from specmla.mask import DraftMask, row_extents, tree_bits, tree_depths
+from specmla.errors import ArgumentError, require
+from specmla.host_tables import HostTables, running_starts
+from specmla.mask import MAX_TREE_NODES, DraftMask, tree_bits
 from specmla.metadata import PrefillPart, RequestKind, RequestRows, StepMetadata, VerifyPart
 from specmla.query import QueryLenSupport, decode_rows
-from specmla.staging import send_arrays
 
 
 class MetadataBuilder:
@@ -31,6 +30,9 @@ class MetadataBuilder:
         kv_lora_rank: C, for the backend's plan.
         device: where the step runs.
         max_seq_len: longest sequence allowed.
+
+    Raises:
+        ArgumentError: a size below 1; all of them are listed.
     """
 
     def __init__(
@@ -44,6 +46,21 @@ class MetadataBuilder:
         device: torch.device | str,
         max_seq_len: int,
     ) -> None:
+        sizes = {
+            "page_size": page_size,
+            "num_pages": num_pages,
+            "num_heads": num_heads,
+            "kv_lora_rank": kv_lora_rank,
+            "max_seq_len": max_seq_len,
+        }
+        require(
+            [
+                f"{name} is {got}, accepted are values >= 1"
+                for name, got in sizes.items()
+                if got < 1
+            ],
+            "MetadataBuilder",
+        )
         self.backend = backend
         self.page_size, self.num_pages = page_size, num_pages
         self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
@@ -67,7 +84,7 @@ class MetadataBuilder:
         prompt = [i for i, r in enumerate(requests) if r.kind is RequestKind.PROMPT]
         order = (*verify, *prompt)
         ordered = [requests[i] for i in order]
-        tables = _HostTables(self.page_size, mask)
+        tables = HostTables(self.page_size, mask)
         for request in ordered:
             tables.add_rows(request)
         tables.add_verify([requests[i] for i in verify])
@@ -75,7 +92,7 @@ class MetadataBuilder:
         sent = tables.send(self.device)
         return StepMetadata(
             order=order,
-            query_start=tuple(_starts(r.query_len for r in ordered)),
+            query_start=tuple(running_starts(r.query_len for r in ordered)),
             positions=sent["positions"],
             slot_mapping=sent["slots"],
             verify=self._verify_part([requests[i] for i in verify], mask, sent),
@@ -94,14 +111,15 @@ class MetadataBuilder:
             )
         if mask not in self.backend.capabilities.masks:
             names = sorted(m.value for m in self.backend.capabilities.masks)
-            found.append(
-                f"mask is {mask.value!r}; backend {self.backend.capabilities.name!r} accepts {names}"
-            )
+            name = self.backend.capabilities.name
+            found.append(f"mask is {mask.value!r}; backend {name!r} accepts {names}")
         return found
 
     def _request_problems(self, r: RequestRows, mask: DraftMask) -> list[str]:
         found = []
-        least = 0 if r.kind is RequestKind.VERIFY else 1
+        if not isinstance(r.kind, RequestKind):
+            found.append(f"kind is {r.kind!r}, accepted are the members of RequestKind")
+        least = 1 if r.kind is RequestKind.PROMPT else 0
         if r.query_len < least:
             found.append(f"query_len is {r.query_len}, accepted are values >= {least}")
         if not max(r.query_len, 0) <= r.seq_len <= self.max_seq_len:
@@ -109,20 +127,20 @@ class MetadataBuilder:
                 f"seq_len is {r.seq_len}, accepted are query_len ({r.query_len}) to max_seq_len "
                 f"({self.max_seq_len})"
             )
-        pages = -(-r.seq_len // self.page_size)
+        pages = -(-max(r.seq_len, 0) // self.page_size)
         if len(r.block_ids) < pages:
-            found.append(f"block_ids holds {len(r.block_ids)} pages, {r.seq_len} tokens need {pages}")
-        elif any(not 0 <= b < self.num_pages for b in r.block_ids[:pages]):
-            found.append(f"block_ids has ids outside 0 .. {self.num_pages - 1}")
-        if r.parents is not None and mask is not DraftMask.TREE:
-            found.append(f"parents are given but mask is {mask.value!r}, accepted is 'tree'")
-        if r.parents is not None and len(r.parents) != r.query_len:
-            found.append(f"parents has {len(r.parents)} nodes, query_len is {r.query_len}")
-        if mask is DraftMask.TREE and r.kind is RequestKind.VERIFY and r.query_len > 64:
-            found.append(f"query_len is {r.query_len}, a tree holds at most 64 nodes")
-        if not 0 <= r.window_start <= r.seq_len:
-            found.append(f"window_start is {r.window_start}, accepted are 0 to seq_len ({r.seq_len})")
-        return found
+            found.append(
+                f"block_ids holds {len(r.block_ids)} pages, {r.seq_len} tokens need {pages}"
+            )
+        outside = [b for b in r.block_ids[:pages] if not 0 <= b < self.num_pages]
+        if outside:
+            found.append(f"block_ids has {outside}, accepted are 0 to {self.num_pages - 1}")
+        is_prompt = r.kind is RequestKind.PROMPT
+        last_start = 0 if is_prompt else max(r.seq_len, 0)
+        if not 0 <= r.window_start <= last_start:
+            accepted = "0 for a prompt" if is_prompt else f"0 to seq_len ({r.seq_len})"
+            found.append(f"window_start is {r.window_start}, accepted is {accepted}")
+        return found + _tree_problems(r, mask)
 
     def _verify_part(
         self, requests: Sequence[RequestRows], mask: DraftMask, sent: dict[str, Tensor]
@@ -165,78 +183,22 @@ def _prefill_part(requests: Sequence[RequestRows], sent: dict[str, Tensor]) -> P
     )
 
 
-def _starts(lengths: Iterable[int]) -> list[int]:
-    out = [0]
-    for length in lengths:
-        out.append(out[-1] + length)
-    return out
-
-
-class _HostTables:
-    """Collects the step's integers in host arrays and sends them in a single copy."""
-
-    def __init__(self, page_size: int, mask: DraftMask) -> None:
-        self.page_size, self.mask = page_size, mask
-        self.long: dict[str, array[int]] = {"positions": array("q"), "slots": array("q")}
-        self.int: dict[str, array[int]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-
-    def add_rows(self, r: RequestRows) -> None:
-        """Positions and slots of a request's new rows; a tree node stands at prefix + depth."""
-        first, page = r.seq_len - r.query_len, self.page_size
-        steps = range(r.query_len) if r.parents is None else tree_depths(r.parents)
-        self.long["positions"].extend(first + s for s in steps)
-        self.long["slots"].extend(
-            r.block_ids[at // page] * page + at % page for at in range(first, r.seq_len)
-        )
-
-    def add_verify(self, requests: Sequence[RequestRows]) -> None:
-        if not requests:
-            return
-        page = self.page_size
-        width = max(1, *(-(-r.seq_len // page) for r in requests))
-        table, extent = array("i"), array("i")
-        for r in requests:
-            used = -(-r.seq_len // page)
-            table.extend(r.block_ids[:used])
-            table.frombytes(b"\xff\xff\xff\xff" * (width - used))
-            extent.extend(row_extents(self.mask, r.query_len, r.seq_len))
-        self.int |= {
-            "table": table,
-            "extent": extent,
-            "query_lens": array("i", [r.query_len for r in requests]),
-            "query_start": array("i", _starts(r.query_len for r in requests)),
-            "seq_lens": array("i", [r.seq_len for r in requests]),
-        }
-        self.shapes["table"] = (len(requests), width)
-        if any(r.window_start for r in requests):
-            self.int["row_start"] = array(
-                "i", [r.window_start for r in requests for _ in range(r.query_len)]
-            )
-        if self.mask is DraftMask.TREE:
-            self.long["tree"] = array("q", [bit for r in requests for bit in _row_bits(r)])
-
-    def add_prefill(self, requests: Sequence[RequestRows]) -> None:
-        if not requests:
-            return
-        page, slots = self.page_size, array("q")
-        for r in requests:
-            for at in range(0, r.seq_len, page):
-                first = r.block_ids[at // page] * page
-                slots.extend(range(first, first + min(page, r.seq_len - at)))
-        self.long["kv_slots"] = slots
-        self.int["prompt_query_start"] = array("i", _starts(r.query_len for r in requests))
-        self.int["kv_start"] = array("i", _starts(r.seq_len for r in requests))
-
-    def send(self, device: torch.device) -> dict[str, Tensor]:
-        """Send everything in one copy."""
-        sent = send_arrays(self.long | self.int, device)
-        for name, shape in self.shapes.items():
-            sent[name] = sent[name].view(shape)
-        return sent
-
-
-def _row_bits(r: RequestRows) -> list[int]:
-    if r.parents is not None:
-        return tree_bits(r.parents)
-    return tree_bits(range(-1, r.query_len - 1)) if r.query_len else []
+def _tree_problems(r: RequestRows, mask: DraftMask) -> list[str]:
+    if r.parents is None:
+        is_wide_chain = mask is DraftMask.TREE and r.query_len > MAX_TREE_NODES
+        if is_wide_chain and r.kind is not RequestKind.PROMPT:
+            return [f"query_len is {r.query_len}, a tree holds at most {MAX_TREE_NODES} nodes"]
+        return []
+    found = []
+    if mask is not DraftMask.TREE:
+        found.append(f"parents are given but mask is {mask.value!r}, accepted is 'tree'")
+    if r.kind is RequestKind.PROMPT:
+        found.append("parents are given for a prompt, accepted is None")
+    if len(r.parents) != r.query_len:
+        found.append(f"parents has {len(r.parents)} nodes, query_len is {r.query_len}")
+    if r.parents:
+        try:
+            tree_bits(r.parents)
+        except ArgumentError as error:
+            found.append(str(error))
+    return found

@@ -3,15 +3,17 @@
 Every row of a request with Q new rows sees the whole prefix (the `seq_len - Q` tokens before the
 new rows). Among the new rows the relation is a Q x Q bit matrix: lower triangle for a chain, all
 ones for a block, "is an ancestor of, or is, this node" for a tree. A chain and a block need only a
-key extent per row; a tree adds one int64 word per row (bit j set: row t sees new row j), so Q <= 64.
+key extent per row; a tree adds one int64 word per row (bit j set: row t sees new row j), so that
+Q <= 64 there.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 
-from specmla.errors import require
+from specmla.errors import ArgumentError, require
 
 MAX_TREE_NODES = 64
 
@@ -50,7 +52,9 @@ def tree_bits(parents: Sequence[int]) -> list[int]:
     n = len(parents)
     reasons = []
     if not 1 <= n <= MAX_TREE_NODES:
-        reasons.append(f"parents has {n} nodes, accepted are 1 to {MAX_TREE_NODES} (anchor included)")
+        reasons.append(
+            f"parents has {n} nodes, accepted are 1 to {MAX_TREE_NODES} (anchor included)"
+        )
     if n and sum(p == -1 for p in parents) != 1:
         roots = [i for i, p in enumerate(parents) if p == -1]
         reasons.append(f"parents must hold -1 exactly once (the anchor), got it at {roots}")
@@ -58,20 +62,25 @@ def tree_bits(parents: Sequence[int]) -> list[int]:
     if outside:
         reasons.append(f"parents {outside} are outside -1 .. {n - 1}")
     require(reasons, "tree_bits")
-    words = [_ancestor_word(parents, node) for node in range(n)]
-    return [w - (1 << 64) if w >> 63 else w for w in words]
+    return list(_ancestor_words(tuple(parents)))
 
 
-def _ancestor_word(parents: Sequence[int], node: int) -> int:
-    word, at, steps = 0, node, 0
-    while at != -1:
-        word |= 1 << at
-        at = parents[at]
-        steps += 1
-        require(
-            [f"parents has a cycle through node {node}"] if steps > len(parents) else [], "tree_bits"
-        )
-    return word
+@functools.lru_cache(maxsize=1024)  # engines draft the same few shapes step after step
+def _ancestor_words(parents: tuple[int, ...]) -> tuple[int, ...]:
+    words = [0] * len(parents)
+    for node in range(len(parents)):
+        path: list[int] = []
+        at = node
+        while at != -1 and not words[at] and len(path) <= len(parents):
+            path.append(at)
+            at = parents[at]
+        if len(path) > len(parents):
+            raise ArgumentError(f"tree_bits: parents has a cycle through node {node}")
+        word = 0 if at == -1 else words[at]
+        for below in reversed(path):
+            word |= 1 << below
+            words[below] = word
+    return tuple(w - (1 << 64) if w >> 63 else w for w in words)
 
 
 def tree_depths(parents: Sequence[int]) -> list[int]:

@@ -48,7 +48,7 @@ def reshape_query_for_spec_decode(query: Tensor, num_requests: int) -> Tensor:
             f"num_requests is {num_requests}, accepted are the divisors of T={query.shape[0]}"
         )
     require(reasons, "reshape_query_for_spec_decode")
-    return query.unflatten(0, (num_requests, query.shape[0] // num_requests))
+    return query.view(num_requests, query.shape[0] // num_requests, *query.shape[1:])
 
 
 def decode_rows(
