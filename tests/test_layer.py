@@ -332,7 +332,7 @@ class _Counter(TorchDispatchMode):
 
 
 def test_a_verify_takes_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small models on the CPU are bound by the number of calls; views are counted too."""
+    """Small models on the CPU are bound by the number of calls."""
     layer = make_layer(make_config("20-heads"))
     paged = Paged(layer.config, 1, ReferenceBackend())
     metadata = paged.metadata((0, VERIFY, 5))
@@ -340,4 +340,8 @@ def test_a_verify_takes_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged.cache, "store", lambda *_: None)
     with _Counter() as counter, torch.no_grad():
         layer(hidden, at, paged.cache, 1, metadata, _Silent())
-    assert len(counter.names) <= 32, counter.names
+    views = ("t.", "view", "_unsafe_view", "split", "transpose", "unsqueeze", "slice")
+    busy = [name for name in counter.names if not name.startswith(views)]
+    # 4 projections, 2 bmm, 6 for the norm, 6 to rotate, 1 to pack the heads, and a few to spare.
+    assert len(busy) <= 22, busy
+    assert len(counter.names) <= 36, counter.names
