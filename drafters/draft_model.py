@@ -1,9 +1,9 @@
 """A separate small MLA model as drafter, with its own paged cache.
 
-Each round runs one multi-token decode: first the tokens that the draft cache has not seen yet (after
-a step in which all drafts were accepted these are two: the last draft and the anchor), then one
-drafted token a time. The last draft's row is never computed: it is the next step's first pending
-token, if it is accepted.
+The first round of a step runs the tokens that the draft cache has not seen yet (after a step in
+which all drafts were accepted these are two: the last draft and the anchor), each further round one
+drafted token. The last draft's row is never computed: if it is accepted, it is the next step's
+first pending token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         DraftRequest,
         RequestResult,
         SamplingParams,
-        StepMetadata,
     )
 
 
@@ -71,7 +70,7 @@ class DraftModelDrafter:
             prefix_caching=False,
         )
         self.cache, self.blocks, self.builder = wired.cache, wired.blocks, wired.builder
-        self._known: set[Hashable] = set()
+        self._tokens: dict[Hashable, array[int]] = {}
         self._drafted: dict[Hashable, tuple[int, int]] = {}
         self._sampling: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
 
@@ -103,21 +102,24 @@ class DraftModelDrafter:
             length, count = drafted
             # Rows exist for all tokens up to the anchor, and for all drafts but the last one.
             kept = min(result.num_accepted, len(result.new_tokens), count - 1)
-            self.blocks.commit(result.request_id, length + kept, ())
+            tokens = self._tokens[result.request_id]
+            tokens.extend(result.new_tokens)
+            self.blocks.commit(result.request_id, length + kept, tokens)
 
     def reset(self, request_id: Hashable) -> None:
         """Give the pages of a request back."""
         self._drafted.pop(request_id, None)
-        if request_id in self._known:
-            self._known.remove(request_id)
+        if self._tokens.pop(request_id, None) is not None:
             self.blocks.free(request_id)
 
     def _reserve(self, requests: Sequence[DraftRequest]) -> None:
         needs = {}
         for r in requests:
-            if r.request_id not in self._known:
+            if r.request_id not in self._tokens:
                 self.blocks.add(r.request_id, r.tokens)
-                self._known.add(r.request_id)
+                self._tokens[r.request_id] = array("q")
+            known = self._tokens[r.request_id]
+            known.extend(r.tokens[len(known) :])  # a prompt, or steps that were not drafted for
             pending = len(r.tokens) - self.blocks.length(r.request_id)
             needs[r.request_id] = pending + r.num_drafts - 1
         self.blocks.reserve(needs)
@@ -133,7 +135,8 @@ class DraftModelDrafter:
         probs: Tensor | None,
     ) -> None:
         """Draw draft number `step` of these requests into their rows of tokens and probs."""
-        index = {"rows": array("q", rows), "anchor": array("q", [len(r.tokens) - 1 for r in requests])}
+        anchors = [len(r.tokens) - 1 for r in requests]
+        index = {"rows": array("q", rows), "anchors": array("q", anchors)}
         if step == 0:
             metadata = self.builder.build([self._first_rows(r) for r in requests])
             ordered = [requests[i] for i in metadata.order]
@@ -141,26 +144,21 @@ class DraftModelDrafter:
             index["input"] = array("q", [t for part in pending for t in part])
             last = dict(zip(metadata.order, metadata.query_start[1:], strict=True))
             index["last"] = array("q", [last[i] - 1 for i in range(len(requests))])
-            sent = send_arrays(index, self.builder.device)
-            hidden = self._forward(sent["input"], metadata)[sent["last"]]
         else:
             metadata = self.builder.build([self._next_row(r, step) for r in requests])
-            sent = send_arrays(index, self.builder.device)
-            hidden = self._forward(tokens[sent["rows"], step - 1], metadata)
-        logits = self.model.logits(hidden)
-        batch = self._sampling_batch(requests)
+        sent = send_arrays(index, self.builder.device)
+        token_ids = sent["input"] if step == 0 else tokens[sent["rows"], step - 1]
+        hidden = self.model(token_ids, metadata, self.cache, self.builder.backend)
+        logits = self.model.logits(hidden[sent["last"]] if step == 0 else hidden)
         if probs is None:
-            drawn = logits.argmax(dim=-1)
-        else:
-            dist = processed_probs(logits[:, None], batch)[:, 0]
-            key = torch.full_like(sent["anchor"][:1], step)
-            u = uniforms(batch.seeds, sent["anchor"], key, Stream.DRAFT)[:, 0]
-            drawn = sample(dist, u)
-            probs[sent["rows"], step] = dist
-        tokens[sent["rows"], step] = drawn
-
-    def _forward(self, token_ids: Tensor, metadata: StepMetadata) -> Tensor:
-        return self.model(token_ids, metadata, self.cache, self.builder.backend)
+            tokens[sent["rows"], step] = logits.argmax(dim=-1)
+            return
+        batch = self._sampling_batch(requests)
+        drawn_from = processed_probs(logits[:, None], batch).probs[:, 0]
+        key = torch.full_like(sent["anchors"][:1], step)
+        u = uniforms(batch.seeds, sent["anchors"], key, Stream.DRAFT)[:, 0]
+        tokens[sent["rows"], step] = sample(drawn_from, u)
+        probs[sent["rows"], step] = drawn_from
 
     def _first_rows(self, r: DraftRequest) -> RequestRows:
         """All pending tokens; a prompt is computed by MHA, a catch-up after a step by decode."""

@@ -1,7 +1,7 @@
 """Pair a target with each drafter and print the comparison, greedy and at temperature 1.
 
-Continuations that loop (fewer than half of their 4-grams are distinct) are dropped from the averages:
-a looping model flatters every drafter.
+Continuations that loop (fewer than half of their 4-grams are distinct) are dropped from the
+averages: a looping model flatters every drafter.
 
     python examples/pair.py                      # the shipped pair on its held-out prompts
     python examples/pair.py --json pair.json --repeats 4
@@ -60,7 +60,9 @@ def measure(
     stats, runs = AcceptanceStats(), []
     for seed in range(repeats):
         sampling = [
-            SamplingParams(temperature=temperature, seed=1000 * seed + i, max_tokens=options.max_tokens)
+            SamplingParams(
+                temperature=temperature, seed=1000 * seed + i, max_tokens=options.max_tokens
+            )
             for i in range(len(prompts))
         ]
         drafter = make_drafter(name, pair, len(prompts) * options.max_tokens)

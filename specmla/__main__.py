@@ -1,6 +1,7 @@
 """The command line: `specmla demo`, `generate`, `info` and `bench`.
 
-An error that the library raises on purpose, or a missing file, is one line on stderr and exit code 2.
+An error that the library raises on purpose, or a missing file, is one line on stderr and exit
+code 2.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def build_step(
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: DeepseekForCausalLM,
     step: VerifyStep,

@@ -45,7 +45,7 @@ def get_backend(name: str) -> AttentionBackend:
 
 
 def _rank(backend: AttentionBackend, need: Requirements) -> tuple[bool, int]:
-    """A backend's home is its first device type: Triton under its interpreter is never preferred."""
+    """Prefer a backend at home (its first device type): never Triton under its interpreter."""
     has = backend.capabilities
     return has.device_types[0] != need.device.type, -has.priority
 

@@ -30,7 +30,9 @@ def demo(
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     seed: Annotated[int, typer.Option(help="of all random streams")] = 0,
     backend: Backend = None,
-    json: Annotated[bool, typer.Option("--json", help="one JSON line on stdout, text on stderr")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="one JSON line on stdout, text on stderr")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="PNG of the acceptance by position")] = None,
 ) -> int:
     """Continue Python prompts with the shipped models: plain, n-gram drafts, draft model."""
@@ -46,7 +48,7 @@ def demo(
 def generate(
     prompt: Annotated[str, typer.Argument(help="text to continue")],
     target: Annotated[Path, typer.Option(help="checkpoint directory in Hugging Face layout")],
-    draft: Annotated[str, typer.Option(help="directory of a draft model, ngram, or none")] = "ngram",
+    draft: Annotated[str, typer.Option(help="a draft model's directory, ngram, or none")] = "ngram",
     num_speculative_tokens: NumDrafts = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="new tokens")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,

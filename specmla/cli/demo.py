@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo; 0 if the output is identical to plain decoding (or differs by a rounding tie)."""
+    """Run the demo; 0 if the output equals plain greedy decoding (or differs by a rounding tie)."""
     if options.plot is not None and not options.plot.absolute().parent.is_dir():
         raise ArgumentError(f"plot is {str(options.plot)!r}, its directory does not exist")
     console = Console(stderr=options.json)
@@ -80,24 +81,28 @@ def _run_all(
         for i in range(len(prompts))
     ]
     short = [SamplingParams(max_tokens=8)] * len(prompts)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     runs = {}
-    with Progress(*columns, console=console) as progress:
-        console.print(f"{len(prompts)} prompts, up to {options.max_tokens} new tokens each, {device}")
+    console.print(f"{len(prompts)} prompts, up to {options.max_tokens} new tokens each, {device}")
+    with _progress(console) as progress:
         for name, drafter in drafters.items():
             task = progress.add_task(name, total=len(prompts) * options.max_tokens)
-            arguments = {"num_speculative_tokens": k, "backend": options.backend}
-            run_loop(pair.target, prompts, short, drafter, **arguments)  # warm-up, not timed
-            runs[name] = run_loop(
-                pair.target,
-                prompts,
-                sampling,
-                drafter,
-                **arguments,
-                on_tokens=lambda n, task=task: progress.advance(task, n),
+            loop = partial(
+                run_loop, pair.target, prompts, num_speculative_tokens=k, backend=options.backend
             )
+            loop(short, drafter)  # warm-up, not timed
+            runs[name] = loop(sampling, drafter, on_tokens=partial(progress.advance, task))
             progress.update(task, completed=len(prompts) * options.max_tokens)
     return runs
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
 
 
 def _show(
@@ -113,7 +118,7 @@ def _show(
         console.rule(style="dim")
         console.print(continuation(pair.tokenizer, text, tokens, drafted))
     console.rule(style="dim")
-    console.print("[green]green[/]: tokens of accepted drafts (draft model); plain: the target's own")
+    console.print("[green]green[/]: accepted drafts of the draft model; bold: the target's own")
     console.print(comparison_table(runs, options.num_speculative_tokens))
     for name, difference in differences.items():
         if difference is None:

@@ -1,4 +1,4 @@
-"""Compares speculative with plain greedy output, and says how close the call was where they part."""
+"""Compares speculative with plain greedy output: where they part, and how close the call was."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def first_difference(
     for i, (prompt, a, b) in enumerate(zip(prompts, plain, other, strict=True)):
         if list(a) == list(b):
             continue
-        shared = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        shared = next(
+            (j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+        )
         tokens = torch.tensor([*prompt, *a[:shared]], device=model.model.embed_tokens.weight.device)
         top = model.forward_full(tokens[None])[0, -1].float().topk(2).values
         here = FirstDifference(i, len(tokens), float(top[0] - top[1]))

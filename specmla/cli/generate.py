@@ -56,7 +56,9 @@ def run_generate(options: GenerateOptions) -> int:
     return 0
 
 
-def _drafter(options: GenerateOptions, target: DeepseekForCausalLM, num_prompt: int) -> Drafter | None:
+def _drafter(
+    options: GenerateOptions, target: DeepseekForCausalLM, num_prompt: int
+) -> Drafter | None:
     if options.draft == "none":
         return None
     if options.draft == "ngram":

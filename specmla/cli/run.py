@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from specmla.generate import build_step, generate
+from specmla.generate import Prompt, build_step, generate
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.verify.proposal import Drafter
 from specmla.verify.sampling import SamplingParams
@@ -57,20 +57,21 @@ def run_loop(
     """Continue the prompts in one batch; `on_tokens` hears how many tokens each step emitted."""
     longest = model.config.max_position_embeddings
     page_size = 64
-    need = (min(longest, len(p) + (s.max_tokens or longest)) for p, s in zip(prompts, sampling, strict=True))
+    batch: dict[Hashable, Prompt] = dict(enumerate(zip(prompts, sampling, strict=True)))
+    need = (min(longest, len(p) + (s.max_tokens or longest)) for p, s in batch.values())
     num_pages = sum(-(-n // page_size) + 1 for n in need)
     step = build_step(model, num_pages=num_pages, page_size=page_size, backend=backend)
-    run = Run(*([make() for _ in prompts] for make in (list, list, AcceptanceStats)))
-    batch = {i: pair for i, pair in enumerate(zip(prompts, sampling, strict=True))}
+    run = Run([[] for _ in batch], [[] for _ in batch], [AcceptanceStats() for _ in batch])
+    place = {name: i for i, name in enumerate(batch)}
     _synchronize(model)
     start = time.perf_counter()
     for results in generate(model, step, batch, drafter, num_speculative_tokens):
         for result in results:
-            run.tokens[result.request_id] += result.new_tokens
-            kept = min(result.num_accepted, len(result.new_tokens))
-            run.drafted[result.request_id] += [j < kept for j in range(len(result.new_tokens))]
+            i = place[result.request_id]
+            run.tokens[i] += result.new_tokens
+            run.drafted[i] += [j < result.num_accepted for j in range(len(result.new_tokens))]
             if not result.is_prompt:
-                for stats in (run.stats, run.stats_by_prompt[result.request_id]):
+                for stats in (run.stats, run.stats_by_prompt[i]):
                     stats.observe(result.num_drafts, result.num_accepted, len(result.new_tokens))
         on_tokens(sum(len(r.new_tokens) for r in results))
     _synchronize(model)

@@ -1,4 +1,4 @@
-"""From the logits of a planned step to decisions on the host: probabilities, rule, draw, one copy."""
+"""From the logits of a planned step to decisions on the host: probabilities, rule, draw, copy."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ class Verdict:
         """Await the copy and read it."""
         if self.event is not None:
             self.event.synchronize()
-        return [
-            Decision(row[: row[-2] + 1], row[-2], bool(row[-1])) for row in self.host.tolist()
-        ]
+        return [Decision(row[: row[-2] + 1], row[-2], bool(row[-1])) for row in self.host.tolist()]
 
 
 def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
@@ -57,7 +55,9 @@ def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
         terms = RULES[rule](rows.probs, plan.drafts, plan.draft_probs)
         u = step_uniforms(plan.sampling.seeds, plan.positions, plan.drafts.shape[1])
         acceptance = decide(terms, plan.drafts, u.accept, u.correction)
-    tail = torch.stack([acceptance.num_accepted, (flagged.any(dim=1) | acceptance.flagged).long()], dim=1)
+    tail = torch.stack(
+        [acceptance.num_accepted, (flagged.any(dim=1) | acceptance.flagged).long()], dim=1
+    )
     return _send(acceptance, torch.cat([acceptance.tokens, tail], dim=1))
 
 

@@ -1,4 +1,4 @@
-"""The device side of one planned step: which tokens run, which logits count, which drafts are judged.
+"""The device side of a planned step: what tokens run, what logits count, what drafts are judged.
 
 Requests stand in the metadata's order (verifies first). R logit rows are those of every verify row
 and of the last row of each prompt; K is the largest draft count of the step.
@@ -43,8 +43,8 @@ class StepPlan:
         requests: B planned requests in metadata order.
         metadata: for the model's layers.
         token_ids: [T] int64, input of the model.
-        logit_rows: [R] int64, rows of the hidden states whose logits `verify` takes, in this order.
-        row_table: [B, K + 1] int64, logit row of each verify row; a shorter request repeats its last.
+        logit_rows: [R] int64, rows of the hidden states whose logits `verify` takes, in order.
+        row_table: [B, K + 1] int64, logit row of each verify row; a request repeats its last one.
         drafts: [B, K] int64, -1 past a request's count.
         draft_probs: [B, K, W] float32, or None for one-hot drafts.
         positions: [B] int64, each anchor's position: the key of the step's random streams.

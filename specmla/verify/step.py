@@ -21,9 +21,9 @@ from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
 from specmla.errors import ArgumentError, NumericsError, require
-from specmla.metadata import RequestKind, RequestRows
 from specmla.verify.accept import RULES
 from specmla.verify.judge import Verdict, judge
+from specmla.verify.pending import batch_problems, new_rows, pair_drafts, plan_request
 from specmla.verify.plan import PlannedRequest, StepPlan, build_plan
 from specmla.verify.proposal import DraftProposal, DraftRequest, RequestResult
 from specmla.verify.requests import RequestState
@@ -111,7 +111,9 @@ class VerifyStep:
         del self._states[request_id]
 
     def draft_requests(
-        self, num_drafts: int | Mapping[Hashable, int], request_ids: Iterable[Hashable] | None = None
+        self,
+        num_drafts: int | Mapping[Hashable, int],
+        request_ids: Iterable[Hashable] | None = None,
     ) -> list[DraftRequest]:
         """Give what a drafter may draft for: requests whose prompt is computed, with their limits.
 
@@ -152,12 +154,21 @@ class VerifyStep:
                 committed nor cancelled, no request.
             PoolFullError: too few pages; nothing was reserved.
         """
-        planned = self._planned(proposal, request_ids)
+        found = ["the last planned step was neither committed nor cancelled"] if self._open else []
+        names = list(self._states) if request_ids is None else list(request_ids)
+        found += batch_problems(names, proposal, self.vocab_size)
+        require(found, "VerifyStep.plan")
+        planned = [
+            plan_request(self._state(name), self.blocks.length(name), *drafts)
+            for name, drafts in pair_drafts(names, proposal)
+        ]
         copies = self.blocks.reserve({r.request_id: len(r.pending) + r.num_drafts for r in planned})
         try:
             if copies:
                 self.cache.copy_pages(copies)
-            metadata = self.builder.build([self._rows(r) for r in planned])
+            metadata = self.builder.build(
+                [new_rows(r, self.blocks.block_ids(r.request_id)) for r in planned]
+            )
             ordered = [planned[i] for i in metadata.order]
             plan = build_plan(
                 ordered,
@@ -245,56 +256,6 @@ class VerifyStep:
     def _release(self, planned: Iterable[PlannedRequest]) -> None:
         for r in planned:
             self.blocks.roll_back(r.request_id, self.blocks.length(r.request_id))
-
-    def _planned(
-        self, proposal: DraftProposal | None, request_ids: Sequence[Hashable] | None
-    ) -> list[PlannedRequest]:
-        names = list(self._states) if request_ids is None else list(request_ids)
-        found = []
-        if self._open is not None:
-            found.append("the last planned step was neither committed nor cancelled")
-        if not names:
-            found.append("request_ids is empty, accepted is at least one active request")
-        if len(set(names)) < len(names):
-            found.append(f"request_ids {names} holds a name twice")
-        probs = None if proposal is None else proposal.probs
-        if probs is not None and probs.shape[-1] != self.vocab_size:
-            found.append(
-                f"proposal.probs has a vocabulary of {probs.shape[-1]}, the target has "
-                f"{self.vocab_size}; pad it with specmla.pad_vocab"
-            )
-        require(found, "VerifyStep.plan")
-        drafts: dict[Hashable, tuple[int, int]] = {}
-        if proposal is not None:
-            width = proposal.tokens.shape[1]
-            drafts = {
-                name: (count, i * width)
-                for i, (name, count) in enumerate(
-                    zip(proposal.request_ids, proposal.counts, strict=True)
-                )
-            }
-        return [self._plan_request(self._state(name), *drafts.get(name, (0, 0))) for name in names]
-
-    def _plan_request(self, state: RequestState, count: int, offset: int) -> PlannedRequest:
-        pending = state.tokens[self.blocks.length(state.request_id) :]
-        is_prompt = len(pending) > 1
-        return PlannedRequest(
-            request_id=state.request_id,
-            pending=pending,
-            position=len(state.tokens) - 1,
-            num_drafts=0 if is_prompt else min(count, state.draft_limit),
-            proposal_offset=offset,
-            is_prompt=is_prompt,
-        )
-
-    def _rows(self, r: PlannedRequest) -> RequestRows:
-        query_len = len(r.pending) + r.num_drafts
-        return RequestRows(
-            kind=RequestKind.PROMPT if r.is_prompt else RequestKind.VERIFY,
-            query_len=query_len,
-            seq_len=self.blocks.length(r.request_id) + query_len,
-            block_ids=self.blocks.block_ids(r.request_id),
-        )
 
     def _sampling_batch(self, ordered: Sequence[PlannedRequest]) -> SamplingBatch:
         """Re-use the device tensors while the same requests run in the same order."""

@@ -41,7 +41,7 @@ def model() -> DeepseekForCausalLM:
 
 
 class ScriptedDrafter:
-    """Proposes what a function of (tokens so far, draft limit) says; the distribution is one-hot."""
+    """Proposes what a function of (tokens so far, draft limit) says; one-hot distributions."""
 
     def __init__(self, script, vocab_size: int = VOCAB) -> None:
         self.script, self.vocab_size = script, vocab_size
@@ -64,7 +64,9 @@ class ScriptedDrafter:
         pass
 
 
-def make_step(model: DeepseekForCausalLM, page_size: int = 4, num_pages: int = 200, **kw) -> VerifyStep:
+def make_step(
+    model: DeepseekForCausalLM, page_size: int = 4, num_pages: int = 200, **kw
+) -> VerifyStep:
     step = build_step(model, num_pages=num_pages, page_size=page_size, backend="reference", **kw)
     # Poison the pool: a row that is read before it was written shows as NaN logits.
     for i in range(model.config.num_layers):

@@ -89,7 +89,7 @@ def test_positions_move_by_accepted_plus_one(model, plain):
     """Next anchor = old anchor + accepted + 1, and every position is emitted once (BL-37)."""
     drafter = ScriptedDrafter(scripts(oracle(plain))["alternating"])
     _, history = run(model, prompts(6), drafter)
-    emitted = {name: 0 for name in prompts(6)}
+    emitted = dict.fromkeys(prompts(6), 0)
     for results in history:
         for r in results:
             assert len(r.new_tokens) == min(r.num_accepted + 1, 24 - emitted[r.request_id])
@@ -102,7 +102,7 @@ def test_each_request_has_its_own_k(model, plain):
     drafter = ScriptedDrafter(scripts(oracle(plain))["all_right"])
     tokens, history = run(model, prompts(6), drafter, wanted)
     assert tokens == plain
-    seen = {name: 0 for name in plain}
+    seen = dict.fromkeys(plain, 0)
     for r in itertools.chain(*history):
         seen[r.request_id] = max(seen[r.request_id], r.num_drafts)
     assert seen == {"r0": 0, "r1": 1, "r2": 2, "r3": 6, "r4": 0, "r5": 0}
