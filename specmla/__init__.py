@@ -44,6 +44,7 @@ from specmla.verify.sampling import SamplingBatch, SamplingParams, processed_pro
 from specmla.verify.stats import AcceptanceStats
 from specmla.verify.step import VerifyStep
 from specmla.verify.streams import Stream, uniforms
+from specmla.verify.vocab import check_vocab, pad_vocab
 
 __version__ = "0.1.0"
 
@@ -86,10 +87,12 @@ __all__ = [
     "VerifyStep",
     "YarnScaling",
     "build_step",
+    "check_vocab",
     "generate",
     "get_backend",
     "load_checkpoint",
     "merge_attention_states",
+    "pad_vocab",
     "processed_probs",
     "reshape_query_for_spec_decode",
     "sample",

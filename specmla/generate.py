@@ -28,6 +28,7 @@ def build_step(
     max_seq_len: int | None = None,
     rule: str = "token_level",
     prefix_caching: bool = True,
+    allow_vocab_mismatch: bool = False,
 ) -> VerifyStep:
     """Allocate a cache on the model's device and wire a `VerifyStep` to it.
 
@@ -38,6 +39,7 @@ def build_step(
         max_seq_len: context limit, the model's own if None.
         rule: acceptance rule.
         prefix_caching: share full pages of equal prefixes.
+        allow_vocab_mismatch: take drafters whose vocabulary has another size.
 
     Raises:
         UnsupportedError: no backend, or not the named one, can serve the model.
@@ -77,6 +79,7 @@ def build_step(
         vocab_size=config.vocab_size,
         max_seq_len=limit,
         rule=rule,
+        allow_vocab_mismatch=allow_vocab_mismatch,
     )
 
 
@@ -98,7 +101,14 @@ def generate(
         prompts: tokens and parameters by request name.
         drafter: proposes tokens.
         num_speculative_tokens: K for all requests, or by request (absent: 0).
+
+    Raises:
+        ArgumentError: a drafter of another vocabulary, prompts that can't be served.
+        PoolFullError: the pool is too small for all prompts at once.
+        NumericsError: logits without a distribution.
     """
+    if drafter:
+        step.check_drafter(drafter.vocab_size)
     for request_id, (tokens, sampling) in prompts.items():
         step.add(request_id, tokens, sampling)
     while step.active:

@@ -1,7 +1,7 @@
 """What one step tells every layer: which rows there are, what they see and where they are stored.
 
-`specmla.builder.MetadataBuilder` makes it from one `RequestRows` per request. It is frozen and shared
-by all layers: nothing of it is computed per layer.
+`specmla.builder.MetadataBuilder` makes it from one `RequestRows` per request. It is frozen and
+shared by all layers: nothing of it is computed per layer.
 
 Shape letters: B requests, T packed rows (sum of Q), M block-table columns, S keys of a request.
 """

@@ -1,4 +1,4 @@
-"""The contract between the layer and an attention backend, and what a backend declares of itself."""
+"""The contract between layer and attention backend, and what a backend declares of itself."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class AttentionBackend(abc.ABC):
                 found.append(f"{label} is {got}, accepted are {list(accepted)}")
         missing = sorted(m.value for m in need.masks - has.masks)
         if missing:
-            found.append(f"masks {missing} are not served, accepted are {sorted(m.value for m in has.masks)}")
+            served = sorted(m.value for m in has.masks)
+            found.append(f"masks {missing} are not served, accepted are {served}")
         wide = [QueryLenSupport.SINGLE_ONLY, QueryLenSupport.UNIFORM, QueryLenSupport.VARLEN]
         adapter = has.query_len_support is QueryLenSupport.SINGLE_ONLY  # rows serve any shape
         if not adapter and wide.index(need.query_len_support) > wide.index(has.query_len_support):

@@ -10,21 +10,15 @@ from specmla.verify.proposal import DraftProposal
 from specmla.verify.requests import RequestState
 
 
-def batch_problems(
-    names: Sequence[Hashable], proposal: DraftProposal | None, vocab_size: int
-) -> list[str]:
+def batch_problems(names: Sequence[Hashable], proposal: DraftProposal | None) -> list[str]:
     """List what is wrong with a step's names and its proposal as a whole."""
     found = []
     if not names:
         found.append("request_ids is empty, accepted is at least one active request")
     if len(set(names)) < len(names):
         found.append(f"request_ids {list(names)} holds a name twice")
-    probs = None if proposal is None else proposal.probs
-    if probs is not None and probs.shape[-1] != vocab_size:
-        found.append(
-            f"proposal.probs has a vocabulary of {probs.shape[-1]}, the target has {vocab_size}; "
-            "pad it with specmla.pad_vocab"
-        )
+    if proposal is not None and len(set(proposal.request_ids)) < len(proposal.request_ids):
+        found.append(f"proposal.request_ids {list(proposal.request_ids)} holds a name twice")
     return found
 
 

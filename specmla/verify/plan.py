@@ -18,6 +18,7 @@ from specmla.metadata import StepMetadata
 from specmla.staging import send_arrays
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.sampling import SamplingBatch
+from specmla.verify.vocab import pad_vocab
 
 
 class PlannedRequest(NamedTuple):
@@ -81,7 +82,8 @@ def build_plan(
         picked = flat.index_select(0, sent["source"]).view(len(requests), width)
         drafts = torch.where(sent["is_draft"].view_as(picked) != 0, picked, -1)
         if proposal.probs is not None:
-            rows = proposal.probs.to(device, non_blocking=True).flatten(0, 1)
+            probs = proposal.probs.to(device, non_blocking=True)
+            rows = pad_vocab(probs, vocab_size, allow_mismatch=True).flatten(0, 1)
             probs = rows.index_select(0, sent["source"]).unflatten(0, (len(requests), width))
         # An id outside the vocabulary is refused by the rule; the look-up must survive it.
         safe = flat.index_select(0, sent["draft_source"]).clamp(0, vocab_size - 1)

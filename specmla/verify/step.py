@@ -28,6 +28,7 @@ from specmla.verify.plan import PlannedRequest, StepPlan, build_plan
 from specmla.verify.proposal import DraftProposal, DraftRequest, RequestResult
 from specmla.verify.requests import RequestState
 from specmla.verify.sampling import SamplingBatch, SamplingParams
+from specmla.verify.vocab import check_vocab
 
 
 class VerifyStep:
@@ -40,6 +41,8 @@ class VerifyStep:
         vocab_size: W of the target.
         max_seq_len: context limit in tokens, emitted ones included.
         rule: name of an acceptance rule in `specmla.verify.accept.RULES`.
+        allow_vocab_mismatch: take drafters whose vocabulary has another size, where equal ids mean
+            equal tokens and the rest is padding.
 
     Raises:
         ArgumentError: an unknown rule, or cache, blocks and builder that don't fit each other.
@@ -54,6 +57,7 @@ class VerifyStep:
         vocab_size: int,
         max_seq_len: int,
         rule: str = "token_level",
+        allow_vocab_mismatch: bool = False,
     ) -> None:
         found = []
         if rule not in RULES:
@@ -68,6 +72,7 @@ class VerifyStep:
         require(found, "VerifyStep")
         self.cache, self.blocks, self.builder = cache, blocks, builder
         self.vocab_size, self.max_seq_len, self.rule = vocab_size, max_seq_len, rule
+        self.allow_vocab_mismatch = allow_vocab_mismatch
         self._states: dict[Hashable, RequestState] = {}
         self._sampling: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
         self._open: StepPlan | None = None
@@ -109,6 +114,14 @@ class VerifyStep:
             )
         self.blocks.free(request_id)
         del self._states[request_id]
+
+    def check_drafter(self, vocab_size: int) -> None:
+        """Refuse a drafter of another vocabulary size, unless `allow_vocab_mismatch` is set.
+
+        Raises:
+            ArgumentError: the sizes differ.
+        """
+        check_vocab(vocab_size, self.vocab_size, allow_mismatch=self.allow_vocab_mismatch)
 
     def draft_requests(
         self,
@@ -156,8 +169,10 @@ class VerifyStep:
         """
         found = ["the last planned step was neither committed nor cancelled"] if self._open else []
         names = list(self._states) if request_ids is None else list(request_ids)
-        found += batch_problems(names, proposal, self.vocab_size)
+        found += batch_problems(names, proposal)
         require(found, "VerifyStep.plan")
+        if proposal is not None and proposal.probs is not None:
+            self.check_drafter(proposal.probs.shape[-1])
         planned = [
             plan_request(self._state(name), self.blocks.length(name), *drafts)
             for name, drafts in pair_drafts(names, proposal)
