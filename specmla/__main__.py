@@ -16,20 +16,20 @@ _MISSING = "specmla: the command line needs the extra 'demo': pip install 'specm
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; give the exit code."""
     try:
-        import click
+        import typer
 
         from specmla.cli.app import app
     except ModuleNotFoundError as missing:
-        if missing.name not in {"typer", "rich", "click"}:
+        if missing.name not in {"typer", "rich"}:
             raise
         print(_MISSING, file=sys.stderr)
         return 2
     try:
         code = app(args=arguments, prog_name="specmla", standalone_mode=False)
-    except click.ClickException as error:
+    except typer.TyperException as error:
         print(f"specmla: {_one_line(error.format_message())}", file=sys.stderr)
         return 2
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         print("specmla: interrupted", file=sys.stderr)
         return 130
     except (SpecMLAError, OSError) as error:
