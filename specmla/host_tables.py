@@ -49,7 +49,7 @@ class HostTables:
             "seq_lens": array("i", [r.seq_len for r in requests]),
         }
         self.shapes["table"] = (len(requests), width)
-        if any(r.window_start for r in requests):
+        if any(r.window_start for r in requests if r.query_len):
             self.int["row_start"] = array(
                 "i", [r.window_start for r in requests for _ in range(r.query_len)]
             )

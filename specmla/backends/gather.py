@@ -69,11 +69,11 @@ def build_gather_plan(part: VerifyPart) -> GatherPlan | None:
     no_keys = ~sees.any(-1)
     may_have_none = no_keys.device.type != "cpu" or bool((no_keys & is_row).any())
     is_padded = part.num_rows != row.numel()
-    infinity = torch.tensor(torch.inf, device=row.device)
+    ceiling = torch.full(sees.shape, torch.inf, dtype=torch.float32, device=sees.device)
     return GatherPlan(
         page=page.flatten(),
         offset=offset.flatten(),
-        ceiling=torch.where(sees, infinity, -infinity)[:, :, None, :],
+        ceiling=ceiling.masked_fill_(~sees, -torch.inf)[:, :, None, :],
         no_keys=no_keys[..., None] if may_have_none else None,
         padded_from=row.flatten() if is_padded else None,
         packed_from=_packed_rows(part) if is_padded else None,
