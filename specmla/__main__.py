@@ -26,6 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         code = app(args=arguments, prog_name="specmla", standalone_mode=False)
+    except SystemExit as stop:  # the benchmark's own parser has reported already
+        return stop.code if isinstance(stop.code, int) else 2
     except typer.TyperException as error:
         print(f"specmla: {_one_line(error.format_message())}", file=sys.stderr)
         return 2

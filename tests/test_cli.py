@@ -1,0 +1,159 @@
+"""The command line as a user meets it: output on success, one line and exit code 2 on bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from specmla import DeepseekConfig, DeepseekForCausalLM, MLAConfig, save_checkpoint
+from specmla.__main__ import main
+
+TEXT = "def area(width, height):\n    return width * height\n" * 3
+
+
+def tiny_checkpoint(directory, vocab_size: int) -> None:
+    torch.manual_seed(0)
+    attention = MLAConfig(
+        hidden_size=32,
+        num_heads=2,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    )
+    save_checkpoint(
+        DeepseekForCausalLM(DeepseekConfig(attention, 1, vocab_size, 32, 256)), directory
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A target of the Hugging Face layout with a tokenizer of its own, and a draft model."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    root = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet)
+    )
+    for name, size in (("target", 0), ("draft", 0), ("other", 7)):
+        tiny_checkpoint(root / name, tokenizer.get_vocab_size() + size)
+        tokenizer.save(str(root / name / "tokenizer.json"))
+    return root
+
+
+def run(*arguments: object) -> int:
+    return main([str(a) for a in arguments])
+
+
+@pytest.mark.parametrize("draft", ["ngram", "none", "model"])
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_generate(checkpoint, capsys, draft, temperature):
+    draft = checkpoint / "draft" if draft == "model" else draft
+    arguments = ["--target", checkpoint / "target", "--draft", draft, "--max-tokens", 12]
+    sampling = ["--temperature", temperature, "--top-p", 0.9, "--seed", 3]
+    assert run("generate", *arguments, *sampling, TEXT) == 0
+    first = capsys.readouterr()
+    assert "12 tokens" in first.err
+    assert run("generate", *arguments, *sampling, TEXT) == 0
+    assert capsys.readouterr().out == first.out
+
+
+def test_greedy_text_does_not_depend_on_the_drafter(checkpoint, capsys):
+    texts = set()
+    for draft in ("none", "ngram", checkpoint / "draft"):
+        assert run("generate", "--target", checkpoint / "target", "--draft", draft, TEXT) == 0
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+
+
+def test_info(capsys):
+    assert run("info") == 0
+    out = capsys.readouterr().out
+    for word in ("torch", "triton", "rows", "reference", "available"):
+        assert word in out
+
+
+def test_demo(capsys, tmp_path):
+    plot = tmp_path / "acceptance.png"
+    assert run("demo", "--max-tokens", 12, "--json", "--plot", plot) == 0
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out.splitlines()[-1])
+    assert summary["identical"] is True
+    assert summary["device"] == "cpu"
+    assert set(summary["drafters"]) == {"ngram", "draft_model"}
+    for figures in summary["drafters"].values():
+        assert {
+            "mean_acceptance_length",
+            "tokens_per_step",
+            "draft_acceptance_rate",
+            "acceptance_histogram",
+            "speedup",
+        } <= set(figures)
+        assert sum(figures["acceptance_histogram"]) == figures["num_spec_steps"]
+    assert "tokens_per_step" in captured.err
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_demo_with_temperature_makes_no_claim_of_identity(capsys):
+    assert run("demo", "--max-tokens", 6, "--temperature", 1, "--json") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["identical"] is None
+
+
+def bad_cases(root):
+    target = root / "target"
+    broken = root / "broken"
+    if not broken.exists():
+        broken.mkdir()
+        (broken / "config.json").write_text("{}")
+        (broken / "tokenizer.json").write_text("not json")
+    yield "missing directory", ["generate", "--target", root / "nowhere", "x"], "nowhere"
+    yield "broken tokenizer", ["generate", "--target", broken, "x"], "tokenizer.json"
+    yield "missing draft", ["generate", "--target", target, "--draft", root / "no", "x"], "no"
+    yield (
+        "vocabulary",
+        ["generate", "--target", target, "--draft", root / "other", TEXT],
+        "vocabulary",
+    )
+    yield "empty prompt", ["generate", "--target", target, ""], "prompt"
+    yield "temperature", ["generate", "--target", target, "--temperature", -1, "x"], "temperature"
+    yield "top_p", ["generate", "--target", target, "--top-p", 0, "x"], "top_p"
+    yield "dtype", ["generate", "--target", target, "--dtype", "int8", "x"], "int8"
+    yield "device", ["demo", "--device", "toaster"], "toaster"
+    yield "backend", ["demo", "--backend", "magic"], "magic"
+    yield "drafts", ["demo", "-k", 64], "63"
+    yield "plot", ["demo", "--plot", "/no/such/place.png"], "/no/such"
+    yield "unknown option", ["demo", "--wings"], "--wings"
+    yield "unknown command", ["fly"], "fly"
+    yield (
+        "bench grammar",
+        ["bench", "verify", "--batch", "32x", "--heads", "16", "--impl", "rows"],
+        "32x",
+    )
+
+
+NAMES = [
+    *("missing directory", "broken tokenizer", "missing draft", "vocabulary", "empty prompt"),
+    *("temperature", "top_p", "dtype", "device", "backend", "drafts", "plot"),
+    *("unknown option", "unknown command", "bench grammar"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_input_is_one_line_and_exit_code_2(checkpoint, capsys, name):
+    arguments, word = next((a, w) for n, a, w in bad_cases(checkpoint) if n == name)
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert word in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_every_bad_case_is_run(checkpoint):
+    assert [n for n, _, _ in bad_cases(checkpoint)] == NAMES
