@@ -21,6 +21,7 @@ from specmla.errors import ArgumentError
 from specmla.layer import MLAAttention
 from specmla.metadata import RequestKind, RequestRows, StepMetadata
 from specmla.rope import RotaryEmbedding
+from specmla.testing.budget import relative_error
 
 VERIFY, PROMPT = RequestKind.VERIFY, RequestKind.PROMPT
 PAGE = 16
@@ -58,13 +59,13 @@ def layer(request: pytest.FixtureRequest) -> MLAAttention:
     return make_layer(make_config(request.param))
 
 
-def angles(config: MLAConfig, positions: Tensor) -> Any:
-    return RotaryEmbedding(config).at(positions, torch.float64)
+def angles(config: MLAConfig, positions: Tensor, dtype: torch.dtype = torch.float64) -> Any:
+    return RotaryEmbedding(config).at(positions, dtype)
 
 
 def run_full(layer: MLAAttention, hidden: Tensor) -> Tensor:
     with torch.no_grad():
-        at = angles(layer.config, torch.arange(hidden.shape[0]))
+        at = angles(layer.config, torch.arange(hidden.shape[0]), hidden.dtype)
         return layer.forward_full(hidden[None], at)[0]
 
 
@@ -121,11 +122,17 @@ def written_out(layer: MLAAttention, hidden: Tensor) -> Tensor:
 class Paged:
     """Requests over one NaN-filled cache, shuffled pages; `hidden[r]` is fed from its start on."""
 
-    def __init__(self, config: MLAConfig, num_requests: int, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: MLAConfig,
+        num_requests: int,
+        backend: AttentionBackend,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         self.config, self.lens = config, [0] * num_requests
         num_pages = 6 * num_requests + 2
         # Gaps between pages, two layers interleaved, the second of them is used.
-        pool = torch.full((num_pages, 2, PAGE * config.cache_width + 3), torch.nan).double()
+        pool = torch.full((num_pages, 2, PAGE * config.cache_width + 3), torch.nan, dtype=dtype)
         views = [
             pool[:, i, : PAGE * config.cache_width].unflatten(1, (PAGE, config.cache_width))
             for i in range(2)
@@ -157,7 +164,7 @@ class Paged:
         metadata = self.metadata(*parts)
         new = [hidden[r][before[r] : self.lens[r]] for r, _, _ in parts]
         packed = torch.cat([new[i] for i in metadata.order])
-        at = angles(self.config, metadata.positions)
+        at = angles(self.config, metadata.positions, packed.dtype)
         out = layer(packed, at, self.cache, 1, metadata, self.builder.backend)
         split = out.tensor_split(metadata.query_start[1:-1])
         return [split[metadata.order.index(i)] for i in range(len(parts))]
@@ -186,6 +193,22 @@ def test_paths_through_the_cache_equal_full(layer: MLAAttention) -> None:
     assert paged.lens == [70, 40, 33]
     for request in range(3):
         torch.testing.assert_close(torch.cat(got[request]), want[request], **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_paths_in_other_dtypes_err_like_full(dtype: torch.dtype) -> None:
+    """Budget: absorption rounds q_latent and the latent once more than MHA does, hence twice."""
+    layer, hidden = make_layer(make_config("yarn")), torch.randn(70, 48).to(dtype)
+    rounded = copy.deepcopy(layer).to(dtype)
+    layer.load_state_dict(rounded.state_dict())
+    exact = run_full(layer, hidden.double())
+    plain = relative_error(run_full(rounded, hidden), exact)
+    paged = Paged(layer.config, 1, ReferenceBackend(), dtype)
+    prompt = paged.step(rounded, [hidden], (0, PROMPT, 60))[0]
+    verify = torch.cat([paged.step(rounded, [hidden], (0, VERIFY, q))[0] for q in (1, 5, 4)])
+    assert prompt.dtype == verify.dtype == dtype
+    assert relative_error(prompt, exact[:60]) <= 2 * plain + torch.finfo(dtype).eps
+    assert relative_error(verify, exact[60:]) <= 2 * plain + torch.finfo(dtype).eps
 
 
 def test_a_scale_from_a_width_would_show(layer: MLAAttention) -> None:

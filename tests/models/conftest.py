@@ -212,5 +212,10 @@ def new_pair() -> Callable[[str, Path, torch.dtype], Pair]:
 
 
 @pytest.fixture
+def widened() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    return float64_transformers
+
+
+@pytest.fixture
 def new_session() -> type[Session]:
     return Session

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from specmla.config import MLAConfig
 from specmla.metadata import RequestKind
 from specmla.models.config import DeepseekConfig
+from specmla.rope import rotary_frequencies
 from specmla.testing.budget import relative_error
 
 pytest.importorskip("transformers")
@@ -130,6 +132,26 @@ def test_config_reads_objects_and_files_alike(pair: Any) -> None:
     assert DeepseekConfig.from_hf(pair.theirs.config) == pair.config
     assert DeepseekConfig.from_hf(pair.theirs.config.to_dict()) == pair.config
     assert DeepseekConfig.from_hf(pair.config.to_hf()) == pair.config
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(("dim", "context", "fast"), [(64, 4096, 32.0), (32, 8192, 16.0)])
+def test_yarn_frequencies(
+    widened: Any, dim: int, context: int, fast: float, truncate: bool
+) -> None:
+    """At published sizes, where both ends of the ramp lie inside the rotated dimensions."""
+    from transformers import DeepseekV3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "yarn", "factor": 40.0, "beta_fast": fast, "truncate": truncate}
+    rope |= {"original_max_position_embeddings": context, "rope_theta": 10000.0}
+    config = DeepseekV3Config(rope_parameters=rope, qk_rope_head_dim=dim)
+    with widened():
+        want, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    ours = MLAConfig.from_hf(config)
+    assert ours.rope_scaling is not None
+    same(rotary_frequencies(dim, ours.rope_theta, ours.rope_scaling), want)
+    assert ours.rope_scaling.rotary_factor == pytest.approx(factor, rel=1e-12)
 
 
 def test_no_gradients_are_kept_while_serving(pair: Any, new_session: Any) -> None:
