@@ -49,9 +49,8 @@ def absorbed_mqa(
     """
     q_THA = torch.cat([q_latent, q_rope.to(q_latent)], dim=-1)
     out_THC = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
-    lse_TH = torch.full(
-        q_latent.shape[:2], -torch.inf, dtype=q_latent.dtype, device=q_latent.device
-    )
+    wide = torch.promote_types(q_latent.dtype, torch.float32)
+    lse_TH = torch.full(q_latent.shape[:2], -torch.inf, dtype=wide, device=q_latent.device)
     starts = part.query_start.tolist()
     for request in range(part.num_requests):
         rows = slice(starts[request], starts[request + 1])
@@ -62,7 +61,7 @@ def absorbed_mqa(
         kv_SA = kv_SA.masked_fill(~sees_QS.any(0)[:, None], 0.0)
         score_QHS = torch.einsum("qha,sa->qhs", q_THA[rows], kv_SA) * softmax_scale
         score_QHS = score_QHS.masked_fill(~sees_QS[:, None, :], -torch.inf)
-        lse_QH = score_QHS.logsumexp(-1)
+        lse_QH = score_QHS.to(wide).logsumexp(-1)
         p_QHS = score_QHS.softmax(-1).masked_fill(lse_QH[..., None] == -torch.inf, 0.0)
         out_THC[rows] = torch.einsum("qhs,sc->qhc", p_QHS, kv_SA[:, : q_latent.shape[-1]])
         lse_TH[rows] = lse_QH

@@ -144,8 +144,8 @@ def _mha_block(
         score.masked_fill_(hidden, -torch.inf)
     out, lse = _attend(score, value.to(compute).transpose(0, 1))
     if last_key is not None and last_key < 0:
-        out[:, : -last_key - 1] = 0.0
-        lse[:, : -last_key - 1] = -torch.inf
+        out[:, :-last_key] = 0.0
+        lse[:, :-last_key] = -torch.inf
     return AttentionOutput(out.transpose(0, 1).to(query.dtype), lse.T.float())
 
 

@@ -3,11 +3,7 @@
 Needs nothing but torch and the library. A typical test of a backend:
 
     case = make_case("3q5s65,1q0s7", num_heads=12, kv_lora_rank=64, rope_dim=16, page_size=16)
-    part = case.planned(backend)
-    got = backend.forward_mqa(
-        case.q_latent, case.q_rope, case.latent_cache, part, softmax_scale=case.softmax_scale
-    )
-    assert_matches_oracle(got, case, part)
+    assert_matches_oracle(case.attend(backend), case, case.tables())
 """
 
 from specmla.testing.batch import RequestLens, parse_batch

@@ -19,6 +19,7 @@ In float64 itself no better oracle exists: the plain error is that of another su
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -58,7 +59,7 @@ def row_errors(got: Tensor, exact: Tensor) -> Tensor:
     distance = (got.to(truth.device).double() - truth).norm(dim=-1)
     size = truth.norm(dim=-1)
     errors = torch.where(distance == 0, 0.0, distance / size)
-    return errors.nan_to_num(nan=torch.inf)
+    return errors.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def assert_within_budget(
@@ -112,7 +113,8 @@ def assert_lse_within_budget(
         return
     largest = float(truth[keep].abs().max().clamp(min=1.0))
     plain_error = float((plain.to(exact.device).double() - truth)[keep].abs().max())
-    errors = torch.where(keep, (value - truth).abs(), 0.0).nan_to_num(nan=torch.inf)
+    errors = torch.where(keep, (value - truth).abs(), 0.0)
+    errors = errors.nan_to_num(nan=torch.inf, posinf=torch.inf)
     _assert_below(
         errors, factor * plain_error + 2 * largest * torch.finfo(torch.float32).eps, label
     )
@@ -144,6 +146,7 @@ def _floor(dtype: torch.dtype) -> float:
 
 
 def _assert_below(errors: Tensor, limit: float, label: str) -> None:
+    assert math.isfinite(limit), f"{label}: the oracle or the plain computation is not finite"
     worst = float(errors.max())
     if worst <= limit:
         return

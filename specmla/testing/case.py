@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmla.backends.base import AttentionBackend
+from specmla.backends.base import AttentionBackend, AttentionOutput
 from specmla.errors import ArgumentError
 from specmla.mask import MAX_TREE_NODES, DraftMask
 from specmla.metadata import RequestKind, RequestRows, VerifyPart
@@ -107,10 +107,24 @@ class VerifyCase:
             unused_cell=self.spec.unused_cell,
         )
 
-    def planned(self, backend: AttentionBackend) -> VerifyPart:
-        """Write the tables and let a backend that takes several rows a request plan them."""
+    def planned(self, backend: AttentionBackend, tables: VerifyPart | None = None) -> VerifyPart:
+        """Let a backend that takes several rows a request plan the case's tables, or others."""
         return backend.plan(
-            self.tables(), num_heads=self.spec.num_heads, kv_lora_rank=self.spec.kv_lora_rank
+            tables or self.tables(),
+            num_heads=self.spec.num_heads,
+            kv_lora_rank=self.spec.kv_lora_rank,
+        )
+
+    def attend(
+        self, backend: AttentionBackend, tables: VerifyPart | None = None
+    ) -> AttentionOutput:
+        """Plan the case's tables, or others, and run them through `forward_mqa`."""
+        return backend.forward_mqa(
+            self.q_latent,
+            self.q_rope,
+            self.latent_cache,
+            self.planned(backend, tables),
+            softmax_scale=self.softmax_scale,
         )
 
     def slots(self, request: int) -> Tensor:
