@@ -1,20 +1,52 @@
 from __future__ import annotations
 
-import time
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from specmla.bench import timing
 from specmla.bench.timing import COLD_FACTOR, host_us, method, num_copies, time_calls
 
 CPU = torch.device("cpu")
 
 
-def test_cpu_time_is_that_of_one_call() -> None:
-    calls = [lambda: time.sleep(2e-3), lambda: time.sleep(6e-3)]
-    timing = time_calls(calls, CPU, reps=5)
-    assert timing.us == pytest.approx(4000, rel=0.5)
-    assert timing.us_p10 <= timing.us <= timing.us_p90
+class Clock:
+    """A clock that moves only when a call says so: no test waits, none depends on the machine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def takes(self, *us: float) -> Callable[[], None]:
+        """Give a call that takes the given microseconds in turn, the last ones for ever."""
+        durations = itertools.chain(us, itertools.repeat(us[-1]))
+
+        def call() -> None:
+            self.now += 1e-6 * next(durations)
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def test_cpu_time_is_that_of_one_call(clock: Clock) -> None:
+    got = time_calls([clock.takes(2000.0), clock.takes(6000.0)], CPU, reps=5)
+    assert got == pytest.approx((4000.0, 4000.0, 4000.0))
+
+
+def test_median_and_spread(clock: Clock) -> None:
+    """The first call is the warm-up; then 11 repetitions, two of them outliers."""
+    got = time_calls([clock.takes(999.0, 1.0, 900.0, *range(10, 19))], CPU, reps=11)
+    assert got == pytest.approx((14.0, 10.0, 18.0))
 
 
 def test_cpu_runs_each_call_once_a_repetition_after_a_warm_up() -> None:
@@ -27,9 +59,8 @@ def test_cpu_runs_each_call_once_a_repetition_after_a_warm_up() -> None:
     assert count == [8, 8]
 
 
-def test_host_time_leaves_the_first_call_out() -> None:
-    delays = iter([0.05, 1e-3, 1e-3, 1e-3])
-    assert host_us(lambda: time.sleep(next(delays)), CPU, reps=3) < 40_000
+def test_host_time_leaves_the_first_call_out(clock: Clock) -> None:
+    assert host_us(clock.takes(50_000.0, 3.0, 1.0, 2.0), CPU, reps=3) == pytest.approx(2.0)
 
 
 def test_one_copy_on_a_cpu() -> None:
@@ -52,5 +83,5 @@ def test_gpu_time_follows_the_bytes_moved() -> None:
     """A cold read can't beat the memory: 256 MiB take longer than at 10 TB/s, shorter than 0.1."""
     device = torch.device("cuda")
     data = [torch.ones(2**26, device=device) for _ in range(3)]
-    timing = time_calls([lambda x=x: x.sum() for x in data], device, reps=20)
-    assert 2**28 / 10e12 < timing.us * 1e-6 < 2**28 / 0.1e12
+    got = time_calls([lambda x=x: x.sum() for x in data], device, reps=20)
+    assert 2**28 / 10e12 < got.us * 1e-6 < 2**28 / 0.1e12
