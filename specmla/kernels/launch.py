@@ -39,7 +39,7 @@ class LaunchEntry:
         itemsize: bytes of an element of query and cache.
         block_m: rows of a tile. block_n: keys of a step.
         num_warps, num_stages: Triton's launch options.
-        share_qk: split the scores over the warpgroups (Hopper tiles of 64 rows).
+        branched: put each step into branches (Hopper tiles of 64 rows; see NOTES.md).
         programs_per_sm: programs that fit one SM at a time.
     """
 
@@ -49,7 +49,7 @@ class LaunchEntry:
     block_n: int
     num_warps: int
     num_stages: int
-    share_qk: bool = False
+    branched: bool = False
     programs_per_sm: int = 1
 
 

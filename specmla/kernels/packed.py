@@ -74,8 +74,8 @@ def packed_kernel(
     G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SHARE_QK: tl.constexpr,
-    EVICT: tl.constexpr = "",
+    STAGES: tl.constexpr,
+    BRANCHED: tl.constexpr,
 ):
     """Attend one tile of rows over one split; writes normalised output and LSE of that split."""
     WINDOW: tl.constexpr = row_start_ptr is not None
@@ -96,13 +96,18 @@ def packed_kernel(
     h = (rows % H).to(tl.int64)
     extent = tl.minimum(tl.load(row_extent_ptr + t, mask=alive, other=0), num_keys)
     end = tl.minimum(begin + run, tl.max(extent, axis=0))
+    # Blocks up to here are seen whole by every row of the tile.
+    plain_end = tl.min(tl.where(alive, extent, num_keys), axis=0)
+    prefix = num_keys - num_rows
     first_key, word = extent, t
     if WINDOW:
         first_key = tl.load(row_start_ptr + t, mask=alive, other=0)
         least = tl.min(tl.where(alive, first_key, num_keys), axis=0)
         begin = tl.maximum(begin, tl.maximum(least, 0) // BLOCK_N * BLOCK_N)
+        plain_end = 0
     if TREE:
         word = tl.load(tree_bits_ptr + t, mask=alive, other=0)
+        plain_end = tl.minimum(plain_end, prefix)
 
     offs_c = tl.arange(0, C)
     latent_at = q_latent_ptr + t * stride_latent_t + h * stride_latent_h
@@ -117,35 +122,36 @@ def packed_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, C], tl.float32)
     pages = block_pages(table_ptr, begin, num_keys, G, BLOCK_N)
-    for start in range(begin, end, BLOCK_N):
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         keys = start + tl.arange(0, BLOCK_N)
         held = (keys < num_keys)[:, None]
         # Stale rows are read as zeros: a weight of zero would not do, 0 * NaN is NaN.
         row_at = block_rows(cache_ptr, pages, start, stride_page, C + R, G, BLOCK_N)[:, None]
-        kv = tl.load(row_at + offs_c[None, :], mask=held, other=0.0, eviction_policy=EVICT)
+        kv = tl.load(row_at + offs_c[None, :], mask=held, other=0.0)
         if R > 0:
-            k_rope = tl.load(
-                row_at + C + offs_r[None, :], mask=held, other=0.0, eviction_policy=EVICT
-            )
+            k_rope = tl.load(row_at + C + offs_r[None, :], mask=held, other=0.0)
         pages = block_pages(table_ptr, start + BLOCK_N, num_keys, G, BLOCK_N)
 
-        # Two dots in a row are laid out as a chain, in which every warpgroup computes all scores of
-        # its rows; dots in branches are not. With SHARE_QK both branches are always taken.
-        latent_turn = start < num_keys if SHARE_QK else True
-        rope_turn = start < end if SHARE_QK else True
-        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        weights = tl.full([BLOCK_M, BLOCK_N], scale_log2, tl.float32).to(kv.dtype)
-        shrink = row_sum
-        if latent_turn:
-            scores = tl.dot(q_latent, tl.trans(kv), input_precision="ieee")
-        if rope_turn:
-            if R > 0:
-                scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
-            seen = visible_keys(keys, num_keys - num_rows, first_key, extent, word, WINDOW, TREE)
-            scores = tl.where(seen, scores * scale_log2, float("-inf"))
-            scores, shrink, row_max, row_sum = softmax_step(scores, row_max, row_sum)
-            weights = scores.to(kv.dtype)
-        acc = tl.dot(weights, kv, acc * shrink[:, None], input_precision="ieee")
+        # See NOTES.md, "Branches that are always taken", for why BRANCHED wraps the step.
+        if start < end if BRANCHED else True:
+            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            weights = tl.full([BLOCK_M, BLOCK_N], scale_log2, tl.float32).to(kv.dtype)
+            shrink = tl.full([BLOCK_M], scale_log2, tl.float32)
+            if start < num_keys if BRANCHED else True:
+                scores = tl.dot(q_latent, tl.trans(kv), input_precision="ieee")
+            if start >= begin if BRANCHED else True:
+                if start + BLOCK_N <= plain_end:
+                    if R > 0:
+                        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+                    scores = scores * scale_log2
+                else:
+                    if R > 0:
+                        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+                    seen = visible_keys(keys, prefix, first_key, extent, word, WINDOW, TREE)
+                    scores = tl.where(seen, scores * scale_log2, float("-inf"))
+                scores, shrink, row_max, row_sum = softmax_step(scores, row_max, row_sum)
+                weights = scores.to(kv.dtype)
+            acc = tl.dot(weights, kv, acc * shrink[:, None], input_precision="ieee")
 
     inverse, lse = softmax_finish(row_max, row_sum)
     out_at = out_ptr + t * stride_out_t + h * stride_out_h + split.to(tl.int64) * stride_out_split
@@ -210,7 +216,8 @@ def packed_attention(
         G=latent_cache.shape[1],
         BLOCK_M=entry.block_m,
         BLOCK_N=entry.block_n,
-        SHARE_QK=entry.share_qk,
+        STAGES=entry.num_stages,
+        BRANCHED=entry.branched,
         num_warps=entry.num_warps,
         num_stages=entry.num_stages,
         enable_fp_fusion=FP_FUSION,
