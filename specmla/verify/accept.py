@@ -135,7 +135,7 @@ def greedy(target: Tensor, drafts: Tensor) -> Acceptance:
     Equal to `token_level` with one-hot p, whatever q, without building any probabilities.
 
     Args:
-        target: [B, K+1] int64, the greedy token of each row (`row_top(logits).token`).
+        target: [B, K+1] int64, the greedy token of each row (`row_top(logits).token`), never -1.
         drafts: [B, K] int64; negative where no draft was made.
 
     Raises:
@@ -148,7 +148,7 @@ def greedy(target: Tensor, drafts: Tensor) -> Acceptance:
         else [],
         "greedy",
     )
-    num_accepted = _run_length((drafts == target[:, :k]) & (drafts >= 0))
+    num_accepted = _run_length(drafts == target[:, :k])
     next_token = target.gather(1, num_accepted[:, None])[:, 0]
     flagged = torch.zeros_like(next_token, dtype=torch.bool)
     tokens = _emitted(drafts, num_accepted, next_token)

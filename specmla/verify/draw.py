@@ -41,7 +41,7 @@ def draw(weights: Tensor, u: Tensor) -> Drawn:
 
     Args:
         weights: [R, W] float32 or float64, none negative.
-        u: [R] float64 in (0, 1).
+        u: [R] float64 in [0, 1].
 
     Raises:
         ArgumentError: shapes that do not fit each other, or W = 0.
@@ -54,9 +54,10 @@ def draw(weights: Tensor, u: Tensor) -> Drawn:
     scaled.mul_(2.0**bits).round_().masked_fill_(flagged[:, None], 0.0)
     mass = scaled.to(torch.int64).cumsum(-1)
     total = mass[:, -1]
+    # Below the total even for u = 1; in a flagged row (total 0) -1, which finds id 0.
     target = torch.minimum((u * total.double()).to(torch.int64), total - 1)
     token = torch.searchsorted(mass, target[:, None], right=True)[:, 0]
-    return Drawn(token.masked_fill(flagged, 0), flagged)
+    return Drawn(token, flagged)
 
 
 def _check(weights: Tensor, u: Tensor) -> None:

@@ -129,6 +129,7 @@ def test_empty_residual_falls_back_to_p(dtype: torch.dtype) -> None:
     equal = token_level(p, drafts, p[:, :1].clone())
     assert (equal.accept == 1).all()
     assert torch.equal(equal.correction, p)
+    assert equal.accept.dtype == token_level(p, drafts).accept.dtype == torch.float64
     # Rounding may leave q above p everywhere: a rejection is then possible, NaN is not.
     above = token_level(p, drafts, p[:, :1] * (1 + 1e-6))
     assert (above.accept < 1).all()
@@ -253,7 +254,7 @@ def test_draw_never_returns_a_weight_of_zero(width: int, dtype: torch.dtype) -> 
     rows[3, width // 2] = 1e-30
     rows[4, ::2] = 1e-38
     rows[5] = rows[5] * (torch.arange(width) % 3 == 0)
-    for u in (LEAST, 1e-12, 0.25, 0.5, 0.75, 1 - 1e-12, MOST):
+    for u in (0.0, LEAST, 1e-12, 0.25, 0.5, 0.75, 1 - 1e-12, MOST, 1.0):
         got = draw(rows, torch.full((6,), u, dtype=torch.float64))
         assert not got.flagged.any()
         assert (rows.gather(1, got.token[:, None]) > 0).all(), u
@@ -274,6 +275,12 @@ def test_draw_inverts_the_cumulative_sum() -> None:
     edges = f64(0.25 - LEAST, 0.25, 0.75 - LEAST, 0.75)
     assert draw(quarters, edges).token.tolist() == [0, 2, 2, 4]
     assert draw(quarters * 1e-20, edges).token.tolist() == [0, 2, 2, 4]
+
+
+def test_draw_does_not_raise_small_weights() -> None:
+    tail = torch.full((1, 129_280), 1e-16)
+    tail[0, 0] = 1  # all others together weigh 1.3e-11
+    assert draw(tail, f64(1 - 1e-9)).token.item() == 0
 
 
 def test_draw_matches_the_weights() -> None:

@@ -206,6 +206,27 @@ def test_ties_at_the_edge_keep_the_lowest_ids() -> None:
     assert probs_of(flat, SamplingParams(1.0, 1))[0].tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
+def test_wide_rows_sum_their_mass_exactly() -> None:
+    """A float32 running sum over a real vocabulary is off by many ids of a flat row."""
+    width = 129_280
+    got = probs_of(torch.zeros(1, width), SamplingParams(1.0, top_p=0.50001))[0]
+    kept = math.ceil(torch.tensor(0.50001).item() * width)
+    assert (got > 0).tolist() == [i < kept for i in range(width)]
+    tied = probs_of(torch.zeros(1, width), SamplingParams(1.0, 1000))[0]
+    assert (tied > 0).tolist() == [i < 1000 for i in range(width)]
+
+
+@pytest.mark.gpu
+def test_cuda_breaks_ties_as_the_cpu_does() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randint(0, 6, (8, 1, 129_280), generator=generator).bfloat16()
+    params = [SamplingParams(), *[SamplingParams(1.0, 30_000 + i) for i in range(7)]]
+    here = processed_probs(logits, SamplingBatch.build(params, "cpu")).probs
+    there = processed_probs(logits.cuda(), SamplingBatch.build(params, "cuda")).probs
+    assert torch.equal(here > 0, there.cpu() > 0)
+    torch.testing.assert_close(here, there.cpu(), rtol=1e-5, atol=0)
+
+
 def test_batch_holds_what_was_asked() -> None:
     params = [SamplingParams(0.5, 7, 0.25, seed=2**63 - 1), SamplingParams(seed=12)]
     batch = SamplingBatch.build(params, "cpu")

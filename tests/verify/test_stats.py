@@ -33,6 +33,12 @@ def test_rates_by_hand() -> None:
     assert stats.tokens_per_step == (4 + 2 + 1 + 1 + 2) / 5
 
 
+def test_places_that_never_succeed_are_listed_as_zero() -> None:
+    stats = counted([(3, 0, 1)])
+    assert stats.accepted_per_position == [0, 0, 0]
+    assert stats.acceptance_histogram == [1, 0, 0, 0]
+
+
 def test_identities_hold() -> None:
     stats = counted(STEPS)
     assert sum(stats.acceptance_histogram) == stats.num_spec_steps
