@@ -18,6 +18,7 @@ from specmla.testing import (
     VerifyCase,
     assert_matches_oracle,
     make_case,
+    make_verify_part,
     overwrite_unused_cells,
     relative_error,
 )
@@ -67,6 +68,34 @@ def test_bits_past_the_length_do_not_matter(seq_len: int, mask: DraftMask) -> No
     assert results[0].out.isfinite().all()
     for got in results[1:]:
         assert_same_bits(got, results[0])
+
+
+@pytest.mark.parametrize("fill", [math.nan, math.inf])
+def test_keys_that_no_row_of_a_request_sees_do_not_matter(fill: float) -> None:
+    """Keys before the window and past every extent; the batch is ragged, so rows are padded."""
+    case = make_case([(1, 50), (3, 40)], **SMALL)
+    first = case.requests[0]._replace(window_start=20)
+    part = make_verify_part([first, case.requests[1]], DraftMask.CAUSAL, page_size=16)
+    extent = torch.tensor([45, 39, 39, 39], dtype=torch.int32)
+    part = dataclasses.replace(part, row_extent=extent)
+    want = attend(case, part)
+    flat = case.latent_cache.flatten(0, 1)
+    flat[case.slots(0)[:20]] = fill
+    flat[case.slots(0)[45:]] = fill
+    flat[case.slots(1)[39:]] = fill
+    got = attend(case, part)
+    assert got.out.isfinite().all()
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
+def test_an_extent_past_the_length_sees_the_length() -> None:
+    case = make_case([(1, 50), (2, 40)], **SMALL)
+    part = case.tables()
+    far = dataclasses.replace(part, row_extent=torch.tensor([60, 39, 99], dtype=torch.int32))
+    got, want = attend(case, far), attend(case, part)
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
