@@ -181,7 +181,7 @@ def _choose(
     shipped = [path for part in ("target", "draft") for path in (options.out / part).iterdir()]
     size = sum(path.stat().st_size for path in shipped)
     report["evaluation"] = {
-        "num_speculative_tokens": options.num_drafts,
+        "num_speculative_tokens": options.num_speculative_tokens,
         "new_tokens": options.new_tokens,
         "drafts": figures,
         "chosen": best,

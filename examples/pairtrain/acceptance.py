@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 Logits = Callable[[Tensor, Tensor], Tensor]  # tokens [B, S], positions [B, n] -> [B, n, W]
 
@@ -76,7 +77,7 @@ def run_chains(
     """Decode every prompt by draft and verify until it has `new_tokens` new tokens.
 
     Args:
-        target: logits of the target; `draft`: of the draft.
+        target, draft: logits of either.
         prompts: each [n] int64, n >= 1, on the device of the models.
         num_drafts: K.
         new_tokens: a prompt takes no further step from there on.
@@ -85,26 +86,17 @@ def run_chains(
     """
     device = prompts[0].device
     start = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    capacity = int(start.max()) + new_tokens + 2 * num_drafts + 2
-    tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=device)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    end = start.clone()
-    steps = torch.zeros_like(start)
+    room = (0, new_tokens + 2 * num_drafts + 2)
+    tokens = torch.nn.functional.pad(pad_sequence(prompts, batch_first=True), room)
+    end, steps = start.clone(), torch.zeros_like(start)
     accepted = torch.zeros(len(prompts), num_drafts, dtype=torch.int64, device=device)
     offsets = torch.arange(num_drafts + 1, device=device)
     while bool((active := end - start < new_tokens).any()):
-        length = int(end.max()) + num_drafts
-        window = tokens[:, : min(-(-length // ROUND_LENGTH) * ROUND_LENGTH, capacity)]
-        q = []
-        for i in range(num_drafts):
-            logits = draft(window, (end - 1 + i)[:, None])[:, 0]
-            q.append(_probabilities(logits, temperature))
-            choice = _choose(q[-1], generator)
-            window.scatter_(1, (end + i)[:, None], choice[:, None])
+        window = tokens[:, : -(-int(end.max() + num_drafts) // ROUND_LENGTH) * ROUND_LENGTH]
+        q = _propose(draft, window, end, num_drafts, temperature, generator)
         drafts = window.gather(1, end[:, None] + offsets[:-1])
         p = _probabilities(target(window, end[:, None] - 1 + offsets), temperature)
-        verdict = _verify(p, torch.stack(q, dim=1), drafts, generator)
+        verdict = _verify(p, q, drafts, generator)
         tokens.scatter_(1, (end + verdict.accepted)[:, None], verdict.next_token[:, None])
         end += torch.where(active, verdict.accepted + 1, 0)
         steps += active
@@ -119,6 +111,23 @@ def distinct_4grams(tokens: list[int]) -> float:
     """Give the share of distinct 4-grams among those of `tokens`; 1 if there are none."""
     grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
     return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def _propose(
+    draft: Logits,
+    tokens: Tensor,
+    end: Tensor,
+    count: int,
+    temperature: float,
+    generator: torch.Generator,
+) -> Tensor:
+    """Write `count` drafts into every row of `tokens` from `end` on; return their q [B, K, W]."""
+    q = []
+    for i in range(count):
+        logits = draft(tokens, (end - 1 + i)[:, None])[:, 0]
+        q.append(_probabilities(logits, temperature))
+        tokens.scatter_(1, (end + i)[:, None], _choose(q[-1], generator)[:, None])
+    return torch.stack(q, dim=1)
 
 
 def _probabilities(logits: Tensor, temperature: float) -> Tensor:

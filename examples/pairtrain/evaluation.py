@@ -32,7 +32,7 @@ def evaluate(
                     target.logits_at,
                     draft.logits_at,
                     rows,
-                    num_drafts=options.num_drafts,
+                    num_drafts=options.num_speculative_tokens,
                     new_tokens=options.new_tokens,
                     temperature=temperature,
                     generator=torch.Generator(options.device).manual_seed(options.seed + 2),

@@ -36,7 +36,7 @@ class Options:
     target_rate: float
     draft_rate: float
     pool: int
-    num_drafts: int
+    num_speculative_tokens: int
     prompts: int
     new_tokens: int
 
@@ -48,16 +48,42 @@ def read_options(arguments: list[str] | None = None) -> Options:
         description="Train an MLA target on this interpreter's Python sources, and drafts from it.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    _add_run(parser)
+    _add_models(parser)
+    _add_training(parser)
+    args = parser.parse_args(arguments)
+    wrong = _reasons(args)
+    if wrong:
+        parser.error("; ".join(wrong))
+    values = vars(args)
+    values["roots"] = tuple(args.roots) if args.roots else None
+    values["draft_sizes"] = tuple(_parsed(size) for size in args.draft_sizes)
+    return Options(**values)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """Add where it runs and what it reads."""
     add = parser.add_argument
+    best = "cuda" if torch.cuda.is_available() else "cpu"
     add("--out", type=Path, required=True, help="folder for the models, report and plot")
-    add("--target", type=Path, help="trained target: only the drafts are trained")
+    add("--target", type=Path, dest="target_dir", help="trained target: train the drafts only")
     add("--roots", type=Path, nargs="+", help="source folders, instead of the interpreter's")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
-    add("--no-compile", action="store_true", help="do without torch.compile")
+    add(
+        "--device",
+        type=_device,
+        default=best,
+        help="torch device",
+    )
+    add("--no-compile", action="store_false", dest="compile", help="do without torch.compile")
     add("--seed", type=int, default=1, help="of weights, windows, samples and evaluation")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes that read sources")
     add("--max-megabytes", type=float, default=400, help="most training text")
     add("--held-out-percent", type=float, default=4, help="of the top-level module names")
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes of the models."""
+    add = parser.add_argument
     add("--vocab-size", type=int, default=4096, help="of the byte-level BPE")
     add(
         "--target-size",
@@ -72,6 +98,11 @@ def read_options(arguments: list[str] | None = None) -> Options:
         default=["2x128", "2x160", "1x160"],
         help="drafts to train side by side; the best one is named `draft`",
     )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the training and the evaluation."""
+    add = parser.add_argument
     add("--window", type=int, default=512, help="tokens of a training sequence")
     add("--batch", type=int, default=256, help="sequences of a step")
     add("--target-minutes", type=float, default=4, help="training time of the target")
@@ -83,35 +114,13 @@ def read_options(arguments: list[str] | None = None) -> Options:
     add("--num-speculative-tokens", type=int, default=4, help="K of the evaluation")
     add("--prompts", type=int, default=256, help="held-out prompts of the evaluation")
     add("--new-tokens", type=int, default=96, help="tokens of a continuation")
-    args = parser.parse_args(arguments)
-    wrong = _reasons(args)
-    if wrong:
-        parser.error("; ".join(wrong))
-    return Options(
-        out=args.out,
-        target_dir=args.target,
-        roots=tuple(args.roots) if args.roots else None,
-        device=torch.device(args.device),
-        compile=not args.no_compile,
-        seed=args.seed,
-        workers=args.workers,
-        max_megabytes=args.max_megabytes,
-        held_out_percent=args.held_out_percent,
-        vocab_size=args.vocab_size,
-        target_size=args.target_size,
-        draft_sizes=tuple(_parsed(size) for size in args.draft_sizes),
-        window=args.window,
-        batch=args.batch,
-        target_minutes=args.target_minutes,
-        draft_minutes=args.draft_minutes,
-        steps=args.steps,
-        target_rate=args.target_rate,
-        draft_rate=args.draft_rate,
-        pool=args.pool,
-        num_drafts=args.num_speculative_tokens,
-        prompts=args.prompts,
-        new_tokens=args.new_tokens,
-    )
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise ValueError(f"{text!r} is no torch device") from error
 
 
 def _parsed(size: str | ModelSize) -> ModelSize:
@@ -146,8 +155,8 @@ def _reasons(args: argparse.Namespace) -> list[str]:
         wrong.append(f"--vocab-size: {args.vocab_size}; accepted is 257 to 32767 (int16 ids)")
     if args.window < 16:
         wrong.append(f"--window: {args.window}; accepted is 16 or more")
-    if args.target and not (args.target / "tokenizer.json").is_file():
-        wrong.append(f"--target: {args.target} holds no tokenizer.json")
-    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
+    if args.target_dir and not (args.target_dir / "tokenizer.json").is_file():
+        wrong.append(f"--target: {args.target_dir} holds no tokenizer.json")
+    if args.device.type == "cuda" and not torch.cuda.is_available():
         wrong.append("--device: cuda, but this torch sees no CUDA device")
     return wrong
