@@ -78,11 +78,10 @@ def run_chains(
 
     Args:
         target, draft: logits of either.
-        prompts: each [n] int64, n >= 1, on the device of the models.
+        prompts: each [n] int64, n >= 1, on the models' device, as the generator.
         num_drafts: K.
         new_tokens: a prompt takes no further step from there on.
         temperature: 0 for greedy, else of target and draft.
-        generator: on the device of the models.
     """
     device = prompts[0].device
     start = torch.tensor([len(prompt) for prompt in prompts], device=device)
