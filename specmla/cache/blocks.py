@@ -153,7 +153,7 @@ class BlockManager:
         if found := sequence.commit_problems(length, tokens):
             require(found, "BlockManager.commit")
         sequence.tokens.extend(token_array(tokens[len(sequence.tokens) : length]))
-        if self.prefix_caching:
+        if self.prefix_caching and length // self.page_size > len(sequence.keys):
             sequence.publish(self.page_size, self._index)
         self._trim(sequence, length + self.lookahead)
 

@@ -59,6 +59,8 @@ def pool_problems(views: Sequence[Tensor]) -> list[str]:
                 found.append(f"views[{i}] and views[0] differ in {name}, must agree")
         if view.dim() == 3 and view.stride() != first.stride():
             found.append(f"views[{i}] and views[0] differ in strides, must agree")
+        if (view.data_ptr() - first.data_ptr()) % first.element_size():
+            found.append(f"views[{i}] is not a whole number of elements away from views[0]")
     if len({view.data_ptr() for view in views}) < len(views):
         found.append("two views start at the same address, accepted is memory of its own per layer")
     return found

@@ -15,13 +15,11 @@ from torch import Tensor
 
 def store_rows(pool: Tensor, kv_latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
     """Write `[kv_latent | k_rope]` rows ([T, C], [T, R]) at `slots` [T] of `pool` [N, G, C + R]."""
-    keep = slots >= 0
+    # One joined copy and one indexed write are faster than two writes into column slices.
+    rows, keep = torch.cat([kv_latent, k_rope], dim=1).detach(), slots >= 0
     if not keep.all():
-        kv_latent, k_rope, slots = kv_latent[keep], k_rope[keep], slots[keep]
-    rank = kv_latent.shape[1]
-    _put(pool[..., :rank], slots, kv_latent)
-    if k_rope.shape[1]:
-        _put(pool[..., rank:], slots, k_rope)
+        rows, slots = rows[keep], slots[keep]
+    _put(pool, slots, rows)
 
 
 def gather_rows(pool: Tensor, slots: Tensor) -> Tensor:
@@ -59,9 +57,9 @@ def _slots_are_rows(pool: Tensor) -> bool:
 def _put(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
     num_pages, page_size, width = pool.shape
     if _slots_are_rows(pool):
-        pool.view(num_pages * page_size, width).index_copy_(0, slots, rows.detach())
+        pool.view(num_pages * page_size, width).index_copy_(0, slots, rows)
     else:
-        pool[slots // page_size, slots % page_size] = rows.detach()
+        pool[slots // page_size, slots % page_size] = rows
 
 
 def _take(pool: Tensor, slots: Tensor) -> Tensor:

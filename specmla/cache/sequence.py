@@ -103,7 +103,8 @@ class CachedSequence:
         if self.writable > length and length % page_size:
             reserved.extend(self.blocks[used - 1 : used])
         for page in reserved:
-            if pool.refs[page] != 1 or page in pool.index:
+            inside = 0 <= page < pool.num_pages  # the pool reports those outside
+            if inside and (pool.refs[page] != 1 or page in pool.index):
                 found.append(f"page {page} may be written but is shared or published")
         num_keys = length // page_size if has_keys else 0
         if len(self.keys) != num_keys:

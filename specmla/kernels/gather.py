@@ -77,8 +77,9 @@ def aot_variants() -> list[tuple[Any, dict[str, str], dict[str, int], dict[str, 
     for element, page, width in (("bf16", 64, 576), ("fp16", 1, 128), ("fp32", 48, 288)):
         constexprs = {"G": page, "A": width, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_COLS": BLOCK_COLS}
         signature = {"out_ptr": f"*{element}", "pool_ptr": f"*{element}", "slots_ptr": "*i64"}
-        signature |= {name: "i64" for name in gather_kernel.arg_names if name not in signature}
         signature |= dict.fromkeys(constexprs, "constexpr")
+        scalars = [name for name in gather_kernel.arg_names if name not in signature]
+        signature |= dict.fromkeys(scalars, "i32")
         options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
         out.append((gather_kernel, signature, constexprs, options))
     return out

@@ -55,7 +55,7 @@ def row_address(slot, stride_page, stride_row, G: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["first_layer", "num_rows", "num_slots", "stride_staged"],
+    do_not_specialize=["first_layer", "num_rows", "num_slots"],
     do_not_specialize_on_alignment=["src_slots_ptr", "dst_slots_ptr", "offsets_ptr"],
 )
 def move_kernel(
@@ -69,7 +69,6 @@ def move_kernel(
     num_slots,
     stride_page,
     stride_row,
-    stride_staged,
     FROM_POOL: tl.constexpr,
     TO_POOL: tl.constexpr,
     G: tl.constexpr,
@@ -87,7 +86,7 @@ def move_kernel(
     live = (src >= 0) & (src < num_slots) & (dst >= 0) & (dst < num_slots)
     src, dst = tl.where(live, src, 0), tl.where(live, dst, 0)
     pool_ptr += tl.multiple_of(tl.load(offsets_ptr + first_layer + layer), ALIGN)
-    staged = staged_ptr + layer * stride_staged + rows * A
+    staged = staged_ptr + (layer * num_rows + rows) * A
     source, target = staged, staged
     if FROM_POOL:
         source = pool_ptr + row_address(src, stride_page, stride_row, G)
@@ -148,7 +147,6 @@ def _launch(
             num_rows,
             num_pages * page_size,
             *table.first.stride()[:2],
-            num_rows * width,
             FROM_POOL=ends[0],
             TO_POOL=ends[1],
             G=page_size,
@@ -170,8 +168,9 @@ def aot_variants() -> list[tuple[Any, dict[str, str], dict[str, int], dict[str, 
             constexprs |= {"ALIGN": 16, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_COLS": BLOCK_COLS}
             signature = {"pool_ptr": f"*{element}", "staged_ptr": f"*{element}"}
             signature |= dict.fromkeys(("offsets_ptr", "src_slots_ptr", "dst_slots_ptr"), "*i64")
-            signature |= {name: "i64" for name in move_kernel.arg_names if name not in signature}
             signature |= dict.fromkeys(constexprs, "constexpr")
+            scalars = [name for name in move_kernel.arg_names if name not in signature]
+            signature |= dict.fromkeys(scalars, "i32")
             options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
             out.append((move_kernel, signature, constexprs, options))
     return out

@@ -98,17 +98,15 @@ def runs_on(device: torch.device) -> bool:
 def aot_variants() -> list[tuple[Any, dict[str, str], dict[str, int], dict[str, Any]]]:
     """List what is compiled ahead of time: kernel, signature, constexprs, launch options."""
     out = []
-    for element, page, rank, width in (
-        ("bf16", 64, 512, 576),
-        ("fp16", 1, 128, 128),
-        ("fp32", 48, 256, 288),
-    ):
-        constexprs = {"G": page, "C": rank, "A": width}
+    variants = (("bf16", 64, 512, 576), ("fp16", 1, 128, 128), ("fp32", 48, 256, 288))
+    for element, page, rank, width in variants:
+        constexprs = {"stride_latent_c": 1, "stride_rope_r": 1, "G": page, "C": rank, "A": width}
         constexprs |= {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_COLS": BLOCK_COLS}
         signature = {"pool_ptr": f"*{element}", "kv_latent_ptr": f"*{element}"}
         signature |= {"k_rope_ptr": f"*{element}", "slots_ptr": "*i64"}
-        signature |= {name: "i64" for name in store_kernel.arg_names if name not in signature}
         signature |= dict.fromkeys(constexprs, "constexpr")
+        scalars = [name for name in store_kernel.arg_names if name not in signature]
+        signature |= dict.fromkeys(scalars, "i32")
         options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
         out.append((store_kernel, signature, constexprs, options))
     return out
