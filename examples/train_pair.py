@@ -203,7 +203,8 @@ def _environment(options: Options) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "tokenizers": tokenizers.__version__,
-        "options": {name: str(value) for name, value in vars(options).items()}
+        "date": time.strftime("%Y-%m-%d"),
+        "options": {name: str(value) for name, value in vars(options).items() if name != "out"}
         | {"draft_sizes": " ".join(map(str, options.draft_sizes))},
     }
 

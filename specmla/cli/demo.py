@@ -74,9 +74,13 @@ def _run_all(
         "ngram": NgramDrafter(pair.target.config.vocab_size),
         "draft_model": DraftModelDrafter(pair.draft, num_pages=pages, backend=options.backend),
     }
+    stops = pair.target.config.eos_token_ids
     sampling = [
         SamplingParams(
-            temperature=options.temperature, seed=options.seed + i, max_tokens=options.max_tokens
+            options.temperature,
+            seed=options.seed + i,
+            max_tokens=options.max_tokens,
+            stop_token_ids=stops,
         )
         for i in range(len(prompts))
     ]

@@ -33,36 +33,32 @@ def continuation(
 
 
 def comparison_table(runs: Mapping[str, Run], num_speculative_tokens: int) -> Table:
-    """One row per way of decoding; `plain` comes first and is the base of the speed-up."""
-    plain = runs["plain"]
+    """One column per way of decoding; `plain` comes first and is the base of the speed-up."""
     table = Table(title=f"draft-verify decoding, K = {num_speculative_tokens}")
-    table.add_column("drafter")
-    for name in (
-        "tokens_per_step",
-        "mean_acceptance_length",
-        "draft_acceptance_rate",
-        "by position",
-        "acceptance_histogram",
-        "num_spec_steps",
-        "distinct 4-grams",
-        "tokens/s",
-        "speedup",
-    ):
+    table.add_column("")
+    columns = [_figures(run, runs["plain"]) for run in runs.values()]
+    for name in runs:
         table.add_column(name, justify="right")
-    for name, run in runs.items():
-        stats = run.stats
-        distinct = sum(distinct_ngram_ratio(t) for t in run.tokens) / len(run.tokens)
-        rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_per_position)
-        table.add_row(
-            name,
-            f"{stats.tokens_per_step:.2f}",
-            f"{stats.mean_acceptance_length:.2f}",
-            f"{stats.draft_acceptance_rate:.2f}",
-            rates or "-",
-            " ".join(str(n) for n in stats.acceptance_histogram) or "-",
-            str(stats.num_spec_steps),
-            f"{distinct:.2f}",
-            f"{run.tokens_per_s:.0f}",
-            f"{run.tokens_per_s / plain.tokens_per_s:.2f}x",
-        )
+    for figure in columns[0]:
+        table.add_row(figure, *(column[figure] for column in columns))
     return table
+
+
+def _figures(run: Run, plain: Run) -> dict[str, str]:
+    stats = run.stats
+    distinct = sum(distinct_ngram_ratio(t) for t in run.tokens) / len(run.tokens)
+    return {
+        "tokens_per_step (all steps)": f"{stats.tokens_per_step:.2f}",
+        "mean_acceptance_length": f"{stats.mean_acceptance_length:.2f}",
+        "draft_acceptance_rate": f"{stats.draft_acceptance_rate:.2f}",
+        "acceptance rate by position": _spaced(stats.acceptance_rate_per_position, ".2f"),
+        "acceptance_histogram": _spaced(stats.acceptance_histogram, "d"),
+        "num_spec_steps": str(stats.num_spec_steps),
+        "distinct 4-gram ratio": f"{distinct:.2f}",
+        "tokens/s": f"{run.tokens_per_s:.0f}",
+        "speedup": f"{run.tokens_per_s / plain.tokens_per_s:.2f}x",
+    }
+
+
+def _spaced(values: Sequence[float], form: str) -> str:
+    return " ".join(format(value, form) for value in values) or "-"
