@@ -76,15 +76,16 @@ def build_plan(
     width = max((r.num_drafts for r in requests), default=0)
     sent = send_arrays(_index_arrays(requests, width), device)
     tokens, probs = sent["tokens"], None
-    drafts = tokens.new_full((len(requests), width), -1)
+    drafts = tokens.new_empty((len(requests), 0))
     if proposal is not None and width:
-        flat = proposal.tokens.to(device, non_blocking=True).reshape(-1)
-        picked = flat.index_select(0, sent["source"]).view(len(requests), width)
-        drafts = torch.where(sent["is_draft"].view_as(picked) != 0, picked, -1)
+        given = proposal.tokens.to(device, non_blocking=True)
+        # One cell more than the proposal has: what a request lacks is read from there.
+        flat = torch.cat([given.reshape(-1), given.new_full((1,), -1)])
+        source = sent["source"] + (sent["source"] < 0) * flat.shape[0]
+        drafts = flat.index_select(0, source).view(len(requests), width)
         if proposal.probs is not None:
-            probs = proposal.probs.to(device, non_blocking=True)
-            rows = pad_vocab(probs, vocab_size, allow_mismatch=True).flatten(0, 1)
-            probs = rows.index_select(0, sent["source"]).unflatten(0, (len(requests), width))
+            probs = _ordered_probs(proposal.probs, source.clamp(max=flat.shape[0] - 2), vocab_size)
+            probs = probs.view(len(requests), width, vocab_size)
         # An id outside the vocabulary is refused by the rule; the look-up must survive it.
         safe = flat.index_select(0, sent["draft_source"]).clamp(0, vocab_size - 1)
         tokens = tokens.index_copy(0, sent["draft_rows"], safe)
@@ -101,25 +102,41 @@ def build_plan(
     )
 
 
+def _ordered_probs(given: Tensor, source: Tensor, vocab_size: int) -> Tensor:
+    """Rows of the proposal's distributions over the target's ids; of padding any row will do."""
+    moved = given.to(source.device, non_blocking=True)
+    padded = pad_vocab(moved, vocab_size, allow_mismatch=True)
+    return padded.flatten(0, 1).index_select(0, source)
+
+
 def _index_arrays(requests: Sequence[PlannedRequest], width: int) -> dict[str, array[int]]:
-    """Index tables of the step; `source` points into the proposal's flattened [B', K'] tokens."""
-    names = ("tokens", "positions", "logit_rows", "row_table", "source", "is_draft")
-    out = {name: array("q") for name in (*names, "draft_rows", "draft_source")}
+    """Index tables of the step; `source` points into the proposal's flattened [B', K'] tokens and
+    is -1 where a request has no draft."""
+    tokens, positions, logit_rows, row_table = (array("q") for _ in range(4))
+    source, draft_rows, draft_source = (array("q") for _ in range(3))
     row = logit = 0
     for r in requests:
-        out["tokens"].extend(r.pending)
-        out["tokens"].extend([0] * r.num_drafts)
+        count = r.num_drafts
+        tokens.extend(r.pending)
+        tokens.extend([0] * count)
+        positions.append(r.position)
         anchor = row + len(r.pending) - 1
-        out["positions"].append(r.position)
-        out["logit_rows"].extend(range(anchor, anchor + r.num_drafts + 1))
-        last = logit + r.num_drafts
-        out["row_table"].extend(min(logit + j, last) for j in range(width + 1))
-        source = range(r.proposal_offset, r.proposal_offset + r.num_drafts)
-        out["source"].extend(source)
-        out["source"].extend([0] * (width - r.num_drafts))
-        out["is_draft"].extend([1] * r.num_drafts + [0] * (width - r.num_drafts))
-        out["draft_rows"].extend(range(anchor + 1, anchor + 1 + r.num_drafts))
-        out["draft_source"].extend(source)
-        row = anchor + 1 + r.num_drafts
+        row, last = anchor + count + 1, logit + count
+        logit_rows.extend(range(anchor, row))
+        row_table.extend(range(logit, last + 1))
+        row_table.extend([last] * (width - count))
         logit = last + 1
-    return out
+        drafts = range(r.proposal_offset, r.proposal_offset + count)
+        source.extend(drafts)
+        source.extend([-1] * (width - count))
+        draft_source.extend(drafts)
+        draft_rows.extend(range(anchor + 1, row))
+    return {
+        "tokens": tokens,
+        "positions": positions,
+        "logit_rows": logit_rows,
+        "row_table": row_table,
+        "source": source,
+        "draft_rows": draft_rows,
+        "draft_source": draft_source,
+    }
