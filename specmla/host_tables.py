@@ -25,9 +25,11 @@ class HostTables:
     def add_rows(self, r: RequestRows) -> None:
         """Add positions and slots of the new rows; a tree node stands at prefix + depth."""
         first = r.seq_len - r.query_len
-        steps = tree_depths(r.parents) if r.parents else range(r.query_len)
-        self.long["positions"].extend(first + s for s in steps)
-        self.long["slots"].extend(self._slots(r, first))
+        if r.parents:
+            self.long["positions"].extend([first + depth for depth in tree_depths(r.parents)])
+        else:
+            self.long["positions"].extend(range(first, r.seq_len))
+        self._add_slots(self.long["slots"], r, first)
 
     def add_verify(self, requests: Sequence[RequestRows]) -> None:
         """Add the tables of the verify part."""
@@ -35,11 +37,11 @@ class HostTables:
             return
         page = self.page_size
         width = max(1, *(-(-r.seq_len // page) for r in requests))
-        table, extent = array("i"), array("i")
+        table, extent, unused = array("i"), array("i"), array("i", [-1]) * width
         for r in requests:
             used = -(-r.seq_len // page)
             table.extend(r.block_ids[:used])
-            table.extend([-1] * (width - used))
+            table.extend(unused[used:])
             extent.extend(row_extents(self.mask, r.query_len, r.seq_len))
         self.int |= {
             "table": table,
@@ -62,7 +64,7 @@ class HostTables:
             return
         self.long["kv_slots"] = array("q")
         for r in requests:
-            self.long["kv_slots"].extend(self._slots(r, 0))
+            self._add_slots(self.long["kv_slots"], r, 0)
         self.int["prompt_query_start"] = array("i", running_starts(r.query_len for r in requests))
         self.int["kv_start"] = array("i", running_starts(r.seq_len for r in requests))
 
@@ -73,16 +75,15 @@ class HostTables:
             sent[name] = sent[name].view(shape)
         return sent
 
-    def _slots(self, r: RequestRows, first: int) -> array[int]:
-        """Slots of the tokens from `first` on, a run a page."""
-        page, slots = self.page_size, array("q")
+    def _add_slots(self, slots: array[int], r: RequestRows, first: int) -> None:
+        """Add the slots of the tokens from `first` on, a run a page."""
+        page = self.page_size
         while first < r.seq_len:
             cell, offset = divmod(first, page)
             count = min(page - offset, r.seq_len - first)
             slot = r.block_ids[cell] * page + offset
             slots.extend(range(slot, slot + count))
             first += count
-        return slots
 
 
 def running_starts(lengths: Iterable[int]) -> list[int]:

@@ -35,6 +35,8 @@ def row_extents(mask: DraftMask, query_len: int, seq_len: int) -> list[int]:
     """
     if mask is DraftMask.CAUSAL:
         first = seq_len - query_len + 1
+        if first >= 0:
+            return list(range(first, seq_len + 1))
         return [max(0, first + t) for t in range(query_len)]
     return [seq_len] * query_len
 
