@@ -43,7 +43,7 @@ def builder(
         backend=backend or ReferenceBackend(),
         page_size=page_size,
         num_pages=num_pages,
-        num_heads=4,
+        num_heads=3,
         kv_lora_rank=16,
         device="cpu",
         max_seq_len=1000,

@@ -6,7 +6,7 @@ by one that some row sees, where its weight is exactly 0, so no foreign bits ent
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,19 +20,23 @@ class GatherPlan:
     """Indices of one step, padded to Q rows and S keys a request; shared by all layers.
 
     Attributes:
+        num_heads: H that the step was planned for.
         page, offset: [B * S] int64, where key s of request b lies.
-        ceiling: [B, Q, 1, S] float32, -inf where the row does not see the key, else +inf.
-        no_keys: [B, Q, 1] bool, true for a row without keys; None if there is none.
+        bias: [B, Q * H, S] float32, or [B, 1, S] for one row a request: -inf where the row does not
+            see the key, else 0.
+        no_keys: [B, Q * H] bool, or [B, 1], true for a row without keys; None if there is none.
         padded_from: [B * Q] int64, packed row of each padded one; None if nothing is padded.
         packed_from: [T] int64, padded row of each packed one; None likewise.
     """
 
+    num_heads: int
     page: Tensor
     offset: Tensor
-    ceiling: Tensor
+    bias: Tensor
     no_keys: Tensor | None
     padded_from: Tensor | None
     packed_from: Tensor | None
+    _index: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def gather(self, latent_cache: Tensor, scratch: CpuScratch) -> Tensor:
         """Gather the planned rows of a layer's cache [N, G, A] as [B, S, A].
@@ -41,7 +45,7 @@ class GatherPlan:
         """
         num_pages, page_size, width = latent_cache.shape
         page_stride, row_stride, column_stride = latent_cache.stride()
-        shape = (self.ceiling.shape[0], self.ceiling.shape[3], width)
+        shape = (self.bias.shape[0], self.bias.shape[2], width)
         if page_stride % row_stride:
             return latent_cache[self.page, self.offset].view(shape)
         # Selecting rows of one matrix is several times faster than indexing by page and offset.
@@ -49,14 +53,17 @@ class GatherPlan:
         rows = latent_cache.as_strided(
             ((num_pages - 1) * steps + page_size, width), (row_stride, column_stride)
         )
-        index = torch.add(self.offset, self.page, alpha=steps)
+        index = self._index.get(steps)
+        if index is None:  # the layers of one cache share their page stride
+            index = self._index[steps] = torch.add(self.offset, self.page, alpha=steps)
         if latent_cache.device.type != "cpu":
             return rows.index_select(0, index).view(shape)
-        out = scratch.empty((index.shape[0], width), latent_cache.dtype)
-        return torch.index_select(rows, 0, index, out=out).view(shape)
+        out = scratch.empty(shape, latent_cache.dtype)
+        torch.index_select(rows, 0, index, out=out.view(-1, width))
+        return out
 
 
-def build_gather_plan(part: VerifyPart) -> GatherPlan | None:
+def build_gather_plan(part: VerifyPart, num_heads: int) -> GatherPlan | None:
     """Compute the indices of a step on its device; None if it has no rows or no keys.
 
     Nothing waits for a GPU: there, `no_keys` is always given, since to look would be to wait.
@@ -69,12 +76,17 @@ def build_gather_plan(part: VerifyPart) -> GatherPlan | None:
     no_keys = ~sees.any(-1)
     may_have_none = no_keys.device.type != "cpu" or bool((no_keys & is_row).any())
     is_padded = part.num_rows != row.numel()
-    ceiling = torch.full(sees.shape, torch.inf, dtype=torch.float32, device=sees.device)
+    bias = torch.zeros(sees.shape, dtype=torch.float32, device=sees.device).masked_fill_(
+        ~sees, -torch.inf
+    )
+    if part.max_query_len > 1:
+        bias, no_keys = (x.repeat_interleave(num_heads, dim=1) for x in (bias, no_keys))
     return GatherPlan(
+        num_heads=num_heads,
         page=page.flatten(),
         offset=offset.flatten(),
-        ceiling=ceiling.masked_fill_(~sees, -torch.inf)[:, :, None, :],
-        no_keys=no_keys[..., None] if may_have_none else None,
+        bias=bias,
+        no_keys=no_keys if may_have_none else None,
         padded_from=row.flatten() if is_padded else None,
         packed_from=_packed_rows(part) if is_padded else None,
     )

@@ -41,7 +41,7 @@ class ReferenceBackend(AttentionBackend):
 
     def plan(self, part: VerifyPart, *, num_heads: int, kv_lora_rank: int) -> VerifyPart:
         """Compute the gather indices and the mask of a step; nothing waits for the device."""
-        return dataclasses.replace(part, plan=build_gather_plan(part))
+        return dataclasses.replace(part, plan=build_gather_plan(part, num_heads))
 
     def forward_mqa(
         self,
@@ -63,19 +63,19 @@ class ReferenceBackend(AttentionBackend):
         if plan is None:
             return _empty_state(q_latent.shape, q_latent)
         _, num_heads, rank = q_latent.shape
-        batch, rows, _, keys = plan.ceiling.shape
         query = torch.cat((q_latent, q_rope), -1)
         if plan.padded_from is not None:
             query = query.index_select(0, plan.padded_from)
         compute = torch.promote_types(query.dtype, torch.float32)
-        query = query.to(compute).mul(softmax_scale).view(batch, rows * num_heads, -1)
         cached = self._widen(plan.gather(latent_cache, self._scratch), compute)
-        score = torch.bmm(query, cached.transpose(1, 2)).view(batch, rows, num_heads, keys)
-        out, lse = _attend(torch.minimum(score, plan.ceiling), cached[..., :rank])
+        query = query.to(compute).view(cached.shape[0], -1, cached.shape[2])
+        bias = plan.bias.to(compute)
+        score = torch.baddbmm(bias, query, cached.transpose(1, 2), alpha=softmax_scale)
+        out, lse = _attend(score, cached[..., :rank])
         if plan.no_keys is not None:
             out = out.masked_fill(plan.no_keys[..., None], 0.0)
             lse = lse.masked_fill(plan.no_keys, -torch.inf)
-        out, lse = out.flatten(0, 1), lse.flatten(0, 1)
+        out, lse = out.view(-1, num_heads, rank), lse.view(-1, num_heads)
         if plan.packed_from is not None:
             out, lse = out.index_select(0, plan.packed_from), lse.index_select(0, plan.packed_from)
         return AttentionOutput(out.to(q_latent.dtype), lse.float())
@@ -116,15 +116,14 @@ class ReferenceBackend(AttentionBackend):
 
 
 def _attend(score: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax the scores [X, ..., S] (hidden: -inf) and average the values [X, S, D] by them.
+    """Softmax the scores [X, rows, S] (hidden: -inf) and average the values [X, S, D] by them.
 
-    Gives [X, ..., D] and the natural-log LSE [X, ...]; both are NaN for a row without keys.
+    Gives [X, rows, D] and the natural-log LSE [X, rows]; both are NaN for a row without keys.
     """
     weight = score.softmax(-1)
     # exp(top - lse) is the largest weight: cheaper than a second pass over the exponentials.
     lse = score.amax(-1) - weight.amax(-1).log_()
-    out = torch.bmm(weight.flatten(1, -2), value)
-    return out.view(*score.shape[:-1], value.shape[-1]), lse
+    return torch.bmm(weight, value), lse
 
 
 def _empty_state(shape: tuple[int, ...], like: Tensor) -> AttentionOutput:
@@ -169,6 +168,11 @@ def _mqa_problems(
         found.append(
             f"dtypes are q_latent {q_latent.dtype}, q_rope {q_rope.dtype}, latent_cache "
             f"{latent_cache.dtype}; accepted is one dtype"
+        )
+    if isinstance(part.plan, GatherPlan) and q_latent.shape[1] != part.plan.num_heads:
+        found.append(
+            f"q_latent has {q_latent.shape[1]} heads, the step was planned for "
+            f"{part.plan.num_heads}"
         )
     sees_nothing = not part.num_rows or not part.max_seq_len
     if not isinstance(part.plan, GatherPlan) and not (part.plan is None and sees_nothing):

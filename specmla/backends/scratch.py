@@ -18,9 +18,13 @@ class CpuScratch(threading.local):
 
     def __init__(self) -> None:
         self._buffers: dict[torch.dtype, Tensor] = {}
+        self._views: dict[torch.dtype, Tensor] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Give uninitialised memory, valid until the next call for that dtype in this thread."""
+        view = self._views.get(dtype)
+        if view is not None and view.shape == shape:  # the layers of a step ask for the same
+            return view
         count = 1
         for size in shape:
             count *= size
@@ -30,4 +34,5 @@ class CpuScratch(threading.local):
             with torch.inference_mode(False):
                 buffer = torch.empty(1 << (count - 1).bit_length(), dtype=dtype)
             self._buffers[dtype] = buffer
-        return buffer[:count].view(shape)
+        self._views[dtype] = view = buffer[:count].view(shape)
+        return view

@@ -158,6 +158,15 @@ def test_forward_mqa_lists_all_that_disagrees() -> None:
     assert [text for text in wanted if text not in str(caught.value)] == []
 
 
+def test_forward_mqa_refuses_other_heads_than_were_planned() -> None:
+    case, other = make_case([(2, 40)], **SMALL), make_case([(2, 40)], **SMALL | {"num_heads": 4})
+    with pytest.raises(ArgumentError, match="q_latent has 4 heads, the step was planned for 3"):
+        BACKEND.forward_mqa(
+            other.q_latent, other.q_rope, case.latent_cache, case.planned(BACKEND),
+            softmax_scale=1.0,
+        )  # fmt: skip
+
+
 def test_problems_of_requirements_are_listed() -> None:
     need = Requirements(torch.device("meta"), torch.int8, 0, 64, 16, 0, frozenset(DraftMask))
     with pytest.raises(UnsupportedError) as caught:
