@@ -24,8 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(_MISSING, file=sys.stderr)
         return 2
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(args=arguments, prog_name="specmla", standalone_mode=False)
+        code = app(args=words or ["--help"], prog_name="specmla", standalone_mode=False)
     except SystemExit as stop:  # the benchmark's own parser has reported already
         return stop.code if isinstance(stop.code, int) else 2
     except typer.TyperException as error:
