@@ -76,11 +76,11 @@ class RowsBackend(AttentionBackend):
         """Choose the splits of a step and reserve their scratch, shared by all layers."""
         device = part.seq_lens.device
         found = describe_device(device)
-        entry = self.config or find_entry("rows", found.arch, num_heads, 2)
+        entry = self.config or find_entry("rows", found.arch, num_heads, 2, part.page_size)
         programs = -(-num_heads // entry.block_m) * part.num_rows
-        splits = self.num_splits or choose_num_splits(
-            programs, part.max_seq_len, found.num_sms * entry.programs_per_sm
-        )
+        steps = -(-part.max_seq_len // entry.block_n)
+        slots = found.num_sms * entry.programs_per_sm
+        splits = self.num_splits or choose_num_splits(programs, steps, slots)
         shape = (part.num_rows, num_heads, kv_lora_rank)
         return dataclasses.replace(part, plan=reserve(splits, shape, device))
 
@@ -110,7 +110,7 @@ class RowsBackend(AttentionBackend):
         assert part.rows is not None
         arch = describe_device(q_latent.device).arch
         entry = self.config or find_entry(
-            "rows", arch, q_latent.shape[1], q_latent.element_size()
+            "rows", arch, q_latent.shape[1], q_latent.element_size(), part.page_size
         )
         return AttentionOutput(
             *rows_attention(

@@ -74,12 +74,12 @@ class TritonBackend(AttentionBackend):
         """Choose the splits of a step and reserve their scratch, shared by all layers."""
         device = part.seq_lens.device
         found = describe_device(device)
-        most = part.max_query_len * num_heads
-        entry = self.config or find_entry("packed", found.arch, most, 2)
-        tiles = -(-most // entry.block_m) * part.num_requests
-        splits = self.num_splits or choose_num_splits(
-            tiles, part.max_seq_len, found.num_sms * entry.programs_per_sm
-        )
+        rows = part.max_query_len * num_heads
+        entry = self.config or find_entry("packed", found.arch, rows, 2, part.page_size)
+        tiles = sum(-(-q * num_heads // entry.block_m) for q in part.query_lens)
+        steps = -(-part.max_seq_len // entry.block_n)
+        slots = found.num_sms * entry.programs_per_sm
+        splits = self.num_splits or choose_num_splits(tiles, steps, slots)
         shape = (part.num_rows, num_heads, kv_lora_rank)
         return dataclasses.replace(part, plan=reserve(splits, shape, device))
 
@@ -103,7 +103,9 @@ class TritonBackend(AttentionBackend):
         require(found or inputs.plan_problems(part.plan, q_latent), "TritonBackend.forward_mqa")
         rows = part.max_query_len * q_latent.shape[1]
         arch = describe_device(q_latent.device).arch
-        entry = self.config or find_entry("packed", arch, rows, q_latent.element_size())
+        entry = self.config or find_entry(
+            "packed", arch, rows, q_latent.element_size(), part.page_size
+        )
         return AttentionOutput(
             *packed_attention(q_latent, q_rope, latent_cache, part, part.plan, entry, softmax_scale)
         )

@@ -89,7 +89,8 @@ def mha_problems(query: Tensor, key: Tensor, value: Tensor, part: PrefillPart) -
     found = []
     if query.dim() != 3 or query.shape[0] != rows or not 1 <= query.shape[2] <= 256:
         found.append(
-            f"query is {tuple(query.shape)}, accepted is [T={rows}, H, P + R] with P + R in 1 .. 256"
+            f"query is {tuple(query.shape)}, accepted is [T={rows}, H, P + R] with "
+            "P + R in 1 .. 256"
         )
     if key.shape != (keys, *query.shape[1:]):
         found.append(f"key is {tuple(key.shape)}, accepted is {(keys, *query.shape[1:])}")

@@ -1,7 +1,7 @@
 """Launch parameters from tables, and the split plan of a step.
 
 `launch_table.json` holds, per architecture, entries for each kernel keyed by the number of packed
-rows of the largest request and by the item size. Nothing is tuned while serving.
+rows of the largest request item size and page size. Nothing is tuned while serving.
 """
 
 from __future__ import annotations
@@ -20,37 +20,40 @@ from specmla.errors import UnsupportedError
 FP_FUSION = False
 """Whether the compiler may contract a * b + c; off, so that every kernel form rounds alike."""
 
-TOKENS_PER_SPLIT = 512
-"""A split should hold at least this many keys, else writing its partial result dominates."""
-
 MAX_WAVES = 3
 """Splits may fill the device at most this often: scratch stays O(tiles + SMs)."""
 
-GOOD_FILL = 0.9
-"""Take the fewest splits whose fill of the last wave is within this factor of the best."""
+LEAST_RUN = 2
+"""Steps (of `block_n` keys) that a split should hold at least."""
+
+PROGRAM_STEPS = 4
+"""What a program costs besides its steps, in steps: start, query, partial result and its merge."""
 
 
 @dataclass(frozen=True)
 class LaunchEntry:
-    """How to launch one kernel for up to `max_rows` packed rows of an item size.
+    """How to launch one kernel for up to `max_rows` packed rows.
 
     Attributes:
-        max_rows: largest number of rows (Q * H) of a request that the entry is meant for.
-        itemsize: bytes of an element of query and cache.
+        max_rows: largest number of rows (Q * H) of a request that the entry is meant for; for the
+            prompt kernel, the widest head.
         block_m: rows of a tile. block_n: keys of a step.
         num_warps, num_stages: Triton's launch options.
         branched: put each step into branches (Hopper tiles of 64 rows; see NOTES.md).
         programs_per_sm: programs that fit one SM at a time.
+        page_multiple: page sizes are multiples of this.
+        itemsize: bytes of an element of query and cache.
     """
 
     max_rows: int
-    itemsize: int
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     branched: bool = False
     programs_per_sm: int = 1
+    page_multiple: int = 1
+    itemsize: int = 2
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,16 @@ class SplitPlan:
 
 @lru_cache(maxsize=1)
 def launch_table() -> dict[str, dict[str, tuple[LaunchEntry, ...]]]:
-    """All entries: architecture, then kernel, then entries by ascending `max_rows`."""
+    """All entries by architecture and kernel, the smallest and most special first."""
     raw = json.loads((files(__package__) / "launch_table.json").read_text())
     return {
         arch: {
-            kernel: tuple(sorted((LaunchEntry(**e) for e in entries), key=lambda e: e.max_rows))
+            kernel: tuple(
+                sorted(
+                    (LaunchEntry(**e) for e in entries),
+                    key=lambda e: (e.max_rows, -e.page_multiple),
+                )
+            )
             for kernel, entries in kernels.items()
         }
         for arch, kernels in raw.items()
@@ -96,21 +104,27 @@ def launch_table() -> dict[str, dict[str, tuple[LaunchEntry, ...]]]:
 
 
 @lru_cache(maxsize=256)
-def find_entry(kernel: str, arch: str, num_rows: int, itemsize: int) -> LaunchEntry:
-    """Give the entry of the smallest bucket that holds `num_rows`, or the largest bucket.
+def find_entry(
+    kernel: str, arch: str, num_rows: int, itemsize: int, page_size: int = 0
+) -> LaunchEntry:
+    """Give the entry of the smallest bucket that holds `num_rows`, or of the largest bucket.
 
     Raises:
-        UnsupportedError: no entry for the architecture, the kernel or the item size.
+        UnsupportedError: no entry for the architecture, the kernel, the item or the page size.
     """
     entries = launch_table().get(arch, {}).get(kernel, ())
-    fitting = [e for e in entries if e.itemsize == itemsize]
+    fitting = [e for e in entries if e.itemsize == itemsize and page_size % e.page_multiple == 0]
     if not fitting:
         listed = sorted(launch_table())
         raise UnsupportedError(
             f"kernel {kernel!r}",
-            [f"no launch entry for {arch} at {itemsize} bytes an element, listed are {listed}"],
+            [
+                f"no launch entry for {arch}, {itemsize} bytes an element and pages of "
+                f"{page_size}; architectures listed are {listed}"
+            ],
         )
-    return next((e for e in fitting if e.max_rows >= num_rows), fitting[-1])
+    largest = max(e.max_rows for e in fitting)
+    return next(e for e in fitting if e.max_rows >= min(num_rows, largest))
 
 
 @lru_cache(maxsize=64)
@@ -124,39 +138,40 @@ def describe_device(device: torch.device) -> Device:
 
 def _arch_name(props: Any) -> str:
     if torch.version.hip is not None:
-        name = str(props.gcnArchName).split(":")[0]
-        return "gfx942" if name in ("gfx942", "gfx950") else name
-    major, minor = props.major, props.minor
-    # Shared memory decides: 8.0 holds 163 KiB, the other 8.x and 12.x hold 99.
-    if major in (9, 10):
-        return f"sm_{major}0"
-    return "sm_86" if (major, minor) in ((8, 6), (8, 9)) or major == 12 else f"sm_{major}{minor}"
+        return str(props.gcnArchName).split(":")[0]
+    # 9.x and 10.x keep the shared memory of their first member; 8.6 and 8.9 have less than 8.0.
+    return f"sm_{props.major}0" if props.major in (9, 10) else f"sm_{props.major}{props.minor}"
 
 
-def choose_num_splits(num_tiles: int, max_seq_len: int, slots: int) -> int:
+def choose_num_splits(num_tiles: int, num_steps: int, slots: int) -> int:
     """Choose the splits of a request: the one rule for reserving scratch and for launching.
 
-    Starts from min(next_pow2(max(1, S / 512)), 2 * slots); within it and `MAX_WAVES` fills of the
-    device, takes the fewest splits that fill their waves about as well as the best count.
+    Counts waves of programs, each as long as its steps plus a constant, for as many splits as fill
+    the device once, twice, thrice, and takes the shortest; ties go to fewer splits.
 
     Args:
-        num_tiles: programs of one split (tiles of the largest request times requests).
-        max_seq_len: host bound of the lengths.
+        num_tiles: programs of one split, over all requests.
+        num_steps: steps of the longest request (its length over `block_n`, rounded up).
         slots: programs that run at once.
     """
-    wanted = 1 << (max(1, max_seq_len // TOKENS_PER_SPLIT) - 1).bit_length()
-    most = max(1, min(wanted, 2 * slots, MAX_WAVES * slots // max(num_tiles, 1)))
+    best, least_cost = 1, _cost(num_tiles, num_steps, slots, 1)
+    for waves in range(1, MAX_WAVES + 1):
+        most = min(waves * slots // max(num_tiles, 1), num_steps // LEAST_RUN)
+        if most > 1:
+            splits = -(-num_steps // -(-num_steps // most))  # no split that would be empty
+            cost = _cost(num_tiles, num_steps, slots, splits)
+            if cost < least_cost:
+                best, least_cost = splits, cost
+    return best
 
-    def fill(splits: int) -> float:
-        waves = -(-num_tiles * splits // slots)
-        return num_tiles * splits / (waves * slots)
 
-    best = max(fill(s) for s in range(1, most + 1))
-    return next(s for s in range(1, most + 1) if fill(s) >= GOOD_FILL * best)
+def _cost(num_tiles: int, num_steps: int, slots: int, splits: int) -> int:
+    waves = -(-num_tiles * splits // slots)
+    return waves * (-(-num_steps // splits) + PROGRAM_STEPS)
 
 
 def reserve(num_splits: int, shape: tuple[int, int, int], device: torch.device) -> SplitPlan:
-    """Allocate the partial results of `num_splits` splits of [T, H, C] rows, if there are several."""
+    """Allocate the partial results of [T, H, C] rows, if there are several splits."""
     if num_splits == 1:
         return SplitPlan(1, None, None)
     num_rows, num_heads, rank = shape

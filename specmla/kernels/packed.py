@@ -154,6 +154,12 @@ def packed_kernel(
             acc = tl.dot(weights, kv, acc * shrink[:, None], input_precision="ieee")
 
     inverse, lse = softmax_finish(row_max, row_sum)
+    # The first entry is 0, which the compiler can't know: it must compute the rows again instead of
+    # keeping them in registers through the loop, which has none to spare.
+    rows = tl.load(query_start_ptr) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    alive = rows < num_rows * H
+    t = (first_row + rows // H).to(tl.int64)
+    h = (rows % H).to(tl.int64)
     out_at = out_ptr + t * stride_out_t + h * stride_out_h + split.to(tl.int64) * stride_out_split
     out = (acc * inverse[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_at[:, None] + offs_c[None, :], out, mask=alive[:, None])

@@ -26,7 +26,7 @@ MIN_DOT = 16
 def head_part(
     at, row_mask, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load columns `FIRST .. FIRST + WIDTH` of rows `at` [N], zeros past D (and past `row_mask`)."""
+    """Load columns `FIRST .. FIRST + WIDTH` of rows `at` [N], zeros past D and `row_mask`."""
     columns = FIRST + tl.arange(0, WIDTH)
     where = at[:, None] + columns[None, :]
     if FIRST + WIDTH > D:

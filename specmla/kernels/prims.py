@@ -64,9 +64,7 @@ def block_rows(
 
 
 @triton.jit
-def visible_keys(
-    keys, prefix, first_key, extent, word, WINDOW: tl.constexpr, TREE: tl.constexpr
-):
+def visible_keys(keys, prefix, first_key, extent, word, WINDOW: tl.constexpr, TREE: tl.constexpr):
     """Which of `keys` [N] each row sees, [M, N]: its extent, window and word of draft bits.
 
     Bits concern the new rows only, keys `prefix + j`; they are read one by one, in any order.
