@@ -158,8 +158,9 @@ class MetadataBuilder:
             found.append(
                 f"block_ids holds {len(r.block_ids)} pages, {r.seq_len} tokens need {pages}"
             )
-        outside = [b for b in r.block_ids[:pages] if not 0 <= b < self.num_pages]
-        if outside:
+        used = r.block_ids[:pages]
+        if used and not (min(used) >= 0 and max(used) < self.num_pages):
+            outside = [b for b in used if not 0 <= b < self.num_pages]
             found.append(f"block_ids has {outside}, accepted are 0 to {self.num_pages - 1}")
         is_prompt = r.kind is RequestKind.PROMPT
         last_start = 0 if is_prompt else max(r.seq_len, 0)

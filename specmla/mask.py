@@ -51,24 +51,12 @@ def tree_bits(parents: Sequence[int]) -> list[int]:
     Raises:
         ArgumentError: more than 64 nodes, a parent outside the tree, no root or several, a cycle.
     """
-    n = len(parents)
-    reasons = []
-    if not 1 <= n <= MAX_TREE_NODES:
-        reasons.append(
-            f"parents has {n} nodes, accepted are 1 to {MAX_TREE_NODES} (anchor included)"
-        )
-    if n and sum(p == -1 for p in parents) != 1:
-        roots = [i for i, p in enumerate(parents) if p == -1]
-        reasons.append(f"parents must hold -1 exactly once (the anchor), got it at {roots}")
-    outside = [p for p in parents if not -1 <= p < n]
-    if outside:
-        reasons.append(f"parents {outside} are outside -1 .. {n - 1}")
-    require(reasons, "tree_bits")
     return list(_ancestor_words(tuple(parents)))
 
 
 @functools.lru_cache(maxsize=1024)  # engines draft the same few shapes step after step
 def _ancestor_words(parents: tuple[int, ...]) -> tuple[int, ...]:
+    require(_tree_problems(parents), "tree_bits")
     words = [0] * len(parents)
     for node in range(len(parents)):
         path: list[int] = []
@@ -83,6 +71,19 @@ def _ancestor_words(parents: tuple[int, ...]) -> tuple[int, ...]:
             word |= 1 << below
             words[below] = word
     return tuple(w - (1 << 64) if w >> 63 else w for w in words)
+
+
+def _tree_problems(parents: tuple[int, ...]) -> list[str]:
+    n, found = len(parents), []
+    if not 1 <= n <= MAX_TREE_NODES:
+        found.append(f"parents has {n} nodes, accepted are 1 to {MAX_TREE_NODES} (anchor included)")
+    roots = [node for node, parent in enumerate(parents) if parent == -1]
+    if n and len(roots) != 1:
+        found.append(f"parents must hold -1 exactly once (the anchor), got it at {roots}")
+    outside = [parent for parent in parents if not -1 <= parent < n]
+    if outside:
+        found.append(f"parents {outside} are outside -1 .. {n - 1}")
+    return found
 
 
 def tree_depths(parents: Sequence[int]) -> list[int]:
