@@ -71,7 +71,7 @@ class ReferenceBackend(AttentionBackend):
         query = query.to(compute).view(cached.shape[0], -1, cached.shape[2])
         bias = plan.bias.to(compute)
         score = torch.baddbmm(bias, query, cached.transpose(1, 2), alpha=softmax_scale)
-        out, lse = _attend(score, cached[..., :rank])
+        out, lse = _attend(score, cached.narrow(2, 0, rank))
         if plan.no_keys is not None:
             out = out.masked_fill(plan.no_keys[..., None], 0.0)
             lse = lse.masked_fill(plan.no_keys, -torch.inf)
