@@ -98,23 +98,22 @@ def total(runs: list[Run], what: Callable[[Run], float]) -> float:
 
 
 def show(rows: list[dict[str, object]]) -> None:
-    """Print the comparison; the speed-up is against plain decoding at the same temperature."""
-    plain = {row["temperature"]: row["tokens_per_s"] for row in rows if row["drafter"] == "plain"}
-    table = Table()
-    names = ["tokens_per_step", "mean_acceptance_length", "draft_acceptance_rate"]
-    for column in ("drafter", "T", *names, "distinct 4-grams", "looping", "tokens/s", "speedup"):
-        table.add_column(column, justify="right")
-    for row in rows:
+    """Print a table a temperature; the speed-up is against plain decoding at the same one."""
+    for temperature in (0.0, 1.0):
+        group = [row for row in rows if row["temperature"] == temperature]
+        plain = group[0]["tokens_per_s"]
+        table = Table("temperature " + format(temperature, "g"))
+        for row in group:
+            table.add_column(str(row["drafter"]), justify="right")
+        for name in ("tokens_per_step", "mean_acceptance_length", "draft_acceptance_rate"):
+            table.add_row(name, *(f"{row[name]:.2f}" for row in group))
         table.add_row(
-            str(row["drafter"]),
-            f"{row['temperature']:.0f}",
-            *(f"{row[name]:.2f}" for name in names),
-            f"{row['distinct_4gram_ratio']:.2f}",
-            f"{row['looping']} of {row['continuations']}",
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['tokens_per_s'] / plain[row['temperature']]:.2f}x",
+            "looping, left out", *(f"{row['looping']} of {row['continuations']}" for row in group)
         )
-    Console().print(table)
+        table.add_row("distinct 4-gram ratio", *(f"{r['distinct_4gram_ratio']:.2f}" for r in group))
+        table.add_row("tokens/s", *(f"{row['tokens_per_s']:.0f}" for row in group))
+        table.add_row("speedup", *(f"{row['tokens_per_s'] / plain:.2f}x" for row in group))
+        Console().print(table)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""What README.md and the examples show is run as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specmla.cli.support import support_table
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def run(*command: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_there_is_a_snippet():
+    assert SNIPPETS
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_snippet(snippet):
+    assert "length" in run("-c", snippet)
+
+
+def test_support_table_is_what_the_backends_declare():
+    shown = README.split("<!-- support-table -->")[1].split("<!-- /support-table -->")[0]
+    assert shown.strip() == support_table()
+
+
+def test_local_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    assert links
+    assert not missing
+
+
+def test_engine_example():
+    assert "pages free again: 64 of 64" in run("examples/01_engine.py")
+
+
+def test_engine_example_fits_a_screen():
+    assert len((ROOT / "examples/01_engine.py").read_text().splitlines()) <= 60
+
+
+@pytest.mark.slow
+def test_pair_example(tmp_path):
+    out = run("examples/pair.py", "--max-tokens", "16", "--json", str(tmp_path / "pair.json"))
+    assert "draft_model" in out
+    assert (tmp_path / "pair.json").stat().st_size > 1000
+
+
+def test_the_loop_fits_a_screen():
+    import inspect
+
+    from specmla.generate import generate
+
+    assert len(inspect.getsource(generate).splitlines()) <= 60
