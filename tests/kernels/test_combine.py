@@ -118,9 +118,7 @@ def test_huge_lse_does_not_overflow(device: torch.device) -> None:
     assert (lse == 3e4).all()
 
 
-@given(
-    num_tiles=st.integers(0, 600), num_steps=st.integers(0, 5000), slots=st.integers(1, 300)
-)
+@given(num_tiles=st.integers(0, 600), num_steps=st.integers(0, 5000), slots=st.integers(1, 300))
 def test_split_rule_is_bounded(num_tiles: int, num_steps: int, slots: int) -> None:
     splits = choose_num_splits(num_tiles, num_steps, slots)
     assert splits >= 1

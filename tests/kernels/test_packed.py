@@ -122,9 +122,7 @@ def test_each_row_is_a_single_decode(query_len: int, device: torch.device) -> No
             case,
             q_latent=case.q_latent[row : row + 1],
             q_rope=case.q_rope[row : row + 1],
-            requests=(
-                case.requests[0]._replace(query_len=1, seq_len=65 - query_len + row + 1),
-            ),
+            requests=(case.requests[0]._replace(query_len=1, seq_len=65 - query_len + row + 1),),
         )
         alone = check(single)
         torch.testing.assert_close(got.out[row], alone.out[0], rtol=1e-5, atol=1e-6)

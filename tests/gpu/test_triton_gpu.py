@@ -1,0 +1,220 @@
+"""The Triton backends on a real device: bf16, every launch entry, far pages, graphs, no syncs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specmla.backends.base import AttentionBackend, AttentionOutput
+from specmla.backends.reference import ReferenceBackend
+from specmla.backends.rows import RowsBackend
+from specmla.backends.triton import TritonBackend
+from specmla.mask import DraftMask
+from specmla.metadata import PrefillPart, VerifyPart
+from specmla.query import decode_rows
+from specmla.testing import (
+    VerifyCase,
+    assert_attention_within_budget,
+    assert_matches_oracle,
+    make_case,
+)
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+MASKS = [DraftMask.CAUSAL, DraftMask.FULL, DraftMask.TREE]
+
+
+def planned(case: VerifyCase, backend: AttentionBackend) -> VerifyPart:
+    part = case.tables()
+    if isinstance(backend, RowsBackend):
+        lens = torch.tensor(part.query_lens, device=CUDA)
+        rows = decode_rows(part.row_extent, part.block_table, lens, part.num_rows)
+        part = dataclasses.replace(part, rows=rows)
+    spec = case.spec
+    return backend.plan(part, num_heads=spec.num_heads, kv_lora_rank=spec.kv_lora_rank)
+
+
+def attend(case: VerifyCase, backend: AttentionBackend, part: VerifyPart) -> AttentionOutput:
+    return backend.forward_mqa(
+        case.q_latent, case.q_rope, case.latent_cache, part, softmax_scale=case.softmax_scale
+    )
+
+
+def check(case: VerifyCase, backend: AttentionBackend) -> AttentionOutput:
+    got = attend(case, backend, planned(case, backend))
+    assert_matches_oracle(got, case, case.tables())
+    return got
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_mask_page_size_and_dtype(
+    dtype: torch.dtype, mask: DraftMask, page_size: int
+) -> None:
+    for query_len, num_heads in ((1, 16), (2, 12), (5, 20), (3, 128)):
+        lens = [(query_len, n) for n in (query_len, 63, 64, 65, 700, 1999)]
+        case = make_case(
+            [*lens, (0, 7), (0, 0)],
+            num_heads=num_heads,
+            page_size=page_size,
+            mask=mask,
+            dtype=dtype,
+            device=CUDA,
+            page_gap=64,
+            query_layout="slice",
+            windows=True,
+        )
+        check(case, TritonBackend())
+        if mask is not DraftMask.TREE:
+            check(case, RowsBackend())
+
+
+@pytest.mark.parametrize(("rank", "rope"), [(512, 0), (256, 32), (128, 64), (64, 16), (16, 128)])
+def test_dims(rank: int, rope: int) -> None:
+    case = make_case(
+        "2q4s300,1q1s77",
+        num_heads=16,
+        kv_lora_rank=rank,
+        rope_dim=rope,
+        dtype=torch.bfloat16,
+        device=CUDA,
+    )
+    check(case, TritonBackend())
+    check(case, RowsBackend())
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 4, 16, 100])
+@pytest.mark.parametrize("backend", [TritonBackend, RowsBackend])
+def test_split_counts(backend: type[AttentionBackend], num_splits: int) -> None:
+    lens = [(3, 1), (3, 65), (3, 700), (4, 4000), (1, 0)]
+    case = make_case(lens, num_heads=16, dtype=torch.bfloat16, device=CUDA)
+    check(case, backend(num_splits))  # type: ignore[call-arg]
+
+
+def test_tree_of_64_nodes() -> None:
+    case = make_case(
+        "2q64s500,1q1s64", num_heads=16, mask=DraftMask.TREE, dtype=torch.bfloat16, device=CUDA
+    )
+    check(case, TritonBackend())
+
+
+def test_many_runs_give_the_same_bits() -> None:
+    """A copy that overtakes its reader shows as a difference between runs, sooner or later."""
+    case = make_case("24q4s4096,8q3s3000", num_heads=16, dtype=torch.bfloat16, device=CUDA)
+    backend = TritonBackend()
+    part = planned(case, backend)
+    first = attend(case, backend, part)
+    assert_matches_oracle(first, case, case.tables())
+    for _ in range(50):
+        again = attend(case, backend, part)
+        assert torch.equal(again.out, first.out)
+        assert torch.equal(again.lse, first.lse)
+
+
+@pytest.mark.parametrize("backend", [TritonBackend, RowsBackend])
+def test_pages_beyond_32_bits(backend: type[AttentionBackend]) -> None:  # BL-03
+    case = make_case([(3, 65)], num_heads=16, dtype=torch.bfloat16, device=CUDA, spare_pages=0)
+    near, far = [1, 2], [58_300, 116_600]
+    pool = torch.full((116_700, 64, 576), math.nan, dtype=torch.bfloat16, device=CUDA)
+    results = []
+    for pages in (near, far):
+        for page, block in zip(pages, case.requests[0].block_ids, strict=True):
+            pool[page] = case.latent_cache[block]
+        moved = dataclasses.replace(
+            case,
+            latent_cache=pool,
+            requests=(case.requests[0]._replace(block_ids=tuple(pages)),),
+        )
+        made = backend()
+        results.append(attend(moved, made, planned(moved, made)))
+        pool[pages] = math.nan
+    assert torch.equal(results[0].out, results[1].out)
+    assert torch.equal(results[0].lse, results[1].lse)
+    assert_matches_oracle(results[1], case, case.tables())
+
+
+@contextmanager
+def no_syncs() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_plan_and_attention_wait_for_nothing() -> None:
+    case = make_case("3q4s700,1q1s64", num_heads=16, dtype=torch.bfloat16, device=CUDA)
+    backend, tables = TritonBackend(), case.tables()
+    attend(case, backend, planned(case, backend))  # compiles
+    torch.cuda.synchronize()
+    with no_syncs():
+        part = backend.plan(tables, num_heads=16, kv_lora_rank=512)
+        got = attend(case, backend, part)
+    assert_matches_oracle(got, case, tables)
+
+
+def test_a_captured_graph_follows_the_live_lengths() -> None:  # BL-20
+    backend = TritonBackend(num_splits=4)
+    static = make_case([(3, 700)] * 5, num_heads=16, dtype=torch.bfloat16, device=CUDA)
+    part = planned(static, backend)
+    attend(static, backend, part)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend(static, backend, part)
+    for lens in ([1, 64, 65, 700, 3], [1] * 5, [0, 0, 0, 0, 512], [1, 64, 65, 700, 3]):
+        live = make_case([(3, n) for n in lens], num_heads=16, dtype=torch.bfloat16, device=CUDA)
+        used = live.latent_cache.shape[0]
+        static.latent_cache[:used] = live.latent_cache
+        tables = live.tables()
+        part.block_table[:, : tables.block_table.shape[1]] = tables.block_table
+        part.seq_lens.copy_(tables.seq_lens)
+        part.row_extent.copy_(tables.row_extent)
+        static.q_latent.copy_(live.q_latent)
+        static.q_rope.copy_(live.q_rope)
+        captured.out.fill_(math.nan)
+        graph.replay()
+        assert_matches_oracle(captured, live, tables)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (96, 64), (24, 16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_prompts(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    query_lens, seq_lens = (300, 0, 1, 65, 128), (300, 9, 500, 129, 400)
+    starts = [
+        torch.tensor([0, *torch.tensor(v).cumsum(0).tolist()], dtype=torch.int32, device=CUDA)
+        for v in (query_lens, seq_lens)
+    ]
+    slots = torch.arange(sum(seq_lens), device=CUDA)
+    part = PrefillPart(starts[0], starts[1], slots, query_lens, seq_lens)
+    rows, keys = sum(query_lens), sum(seq_lens)
+    query = torch.randn(rows, 20, dims[0], device=CUDA).to(dtype)
+    key = torch.randn(keys, 20, dims[0], device=CUDA).to(dtype)
+    value = torch.randn(keys, 20, dims[1], device=CUDA).to(dtype)
+
+    def run(backend: AttentionBackend, as_dtype: torch.dtype, causal: bool) -> AttentionOutput:
+        return backend.forward_mha(
+            query.to(as_dtype),
+            key.to(as_dtype),
+            value.to(as_dtype),
+            part,
+            softmax_scale=0.1,
+            causal=causal,
+        )
+
+    reference = ReferenceBackend()
+    for causal in (True, False):
+        assert_attention_within_budget(
+            run(TritonBackend(), dtype, causal),
+            run(reference, torch.float64, causal),
+            run(reference, dtype, causal),
+            run(reference, torch.float32, causal).lse,
+        )

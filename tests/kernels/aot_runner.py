@@ -1,0 +1,212 @@
+"""Compile kernels ahead of time, without a device, and report what each needs.
+
+Run in a process of its own, with the Triton to test first on the path:
+
+    python tests/kernels/aot_runner.py REPORT.json [--spilling]
+
+Writes a list of {"label", "arch", "shared", "stack", "error"}: bytes of shared memory, bytes of
+stack (spilled registers included), and the compiler's message where it failed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from specmla.kernels.combine import COLUMN_CHUNK, FEW_SPLITS, SPLIT_CHUNK, combine_kernel
+from specmla.kernels.launch import FP_FUSION, LaunchEntry, launch_table
+from specmla.kernels.packed import packed_kernel
+from specmla.kernels.prefill import key_parts, prefill_kernel, value_pad
+from specmla.kernels.rows import rows_kernel
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+DTYPES = {2: ("bf16", "fp16"), 4: ("fp32",)}
+
+# float32 tiles are the same everywhere on NVIDIA and slow to compile: one architecture stands for
+# them.
+FLOAT32_ARCHS = ("sm_90", "gfx942")
+
+KERNELS = {
+    "packed": packed_kernel,
+    "rows": rows_kernel,
+    "prefill": prefill_kernel,
+    "combine": combine_kernel,
+}
+
+
+class Job(NamedTuple):
+    """One compilation: a kernel, its constants and how it is launched."""
+
+    kernel: str
+    arch: str
+    dtype: str
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def label(self) -> str:
+        shown = {k: v for k, v in self.constants.items() if not k.endswith("_ptr")}
+        return (
+            f"{self.kernel} {self.arch} {self.dtype} w{self.num_warps} s{self.num_stages} {shown}"
+        )
+
+
+def attention_jobs(kernel: str, arch: str, entry: LaunchEntry) -> list[Job]:
+    """Both dtypes of an entry, one of them in the plainest form and one with every mask.
+
+    The last shapes (page 16, other dims, both dtypes with every mask) are compiled for sm_90 only:
+    they change addresses and trip counts, not what an architecture can hold, and all of them on all
+    architectures would take a quarter of an hour.
+    """
+    big, small = max(64, entry.page_multiple), max(16, entry.page_multiple)
+    forms = [(big, 512, 64, False), (small, 512, 64, True)]
+    dtypes = DTYPES[entry.itemsize]
+    pairs = [(dtype, form) for dtype, form in zip(dtypes, forms, strict=False)]
+    if arch == "sm_90" and entry.itemsize == 2:
+        pairs += [(dtypes[1], forms[0]), (dtypes[0], forms[1])]
+        pairs += [(dtypes[0], (big, 256, 32, True)), (dtypes[0], (big, 512, 0, True))]
+    jobs = []
+    for dtype, (page, rank, rope, masks) in pairs:
+        constants: dict[str, Any] = {"H": 16, "C": rank, "R": rope, "G": page}
+        if not masks:
+            constants |= {"row_start_ptr": None, "tree_bits_ptr": None}
+        if kernel == "packed":
+            constants |= {"BLOCK_M": entry.block_m, "BLOCK_N": entry.block_n}
+            constants |= {"STAGES": entry.num_stages, "BRANCHED": entry.branched}
+        else:
+            constants.pop("tree_bits_ptr", None)
+            constants |= {"BLOCK_H": entry.block_m, "BLOCK_N": entry.block_n}
+        jobs.append(Job(kernel, arch, dtype, constants, entry.num_warps, entry.num_stages))
+    return jobs
+
+
+def prefill_jobs(arch: str, entry: LaunchEntry) -> list[Job]:
+    """The widest heads that an entry is meant for: DeepSeek's 192/128, or 256/256."""
+    width, value = (192, 128) if entry.max_rows == 192 else (256, 256)
+    main, rest = key_parts(width)
+    constants = {"D": width, "D_MAIN": main, "D_REST": rest, "V": value}
+    constants |= {"V_PAD": value_pad(value), "CAUSAL": True}
+    constants |= {"BLOCK_M": entry.block_m, "BLOCK_N": entry.block_n}
+    return [
+        Job("prefill", arch, dtype, constants, entry.num_warps, entry.num_stages)
+        for dtype in DTYPES[entry.itemsize]
+    ]
+
+
+def combine_jobs(arch: str) -> list[Job]:
+    """Few and many splits, both 16-bit outputs."""
+    jobs = []
+    for splits, columns in ((FEW_SPLITS, 512), (256, COLUMN_CHUNK)):
+        constants = {"H": 16, "C": 512, "SPLIT_BLOCK": 64, "MAX_SPLITS": splits}
+        constants |= {"SPLIT_CHUNK": min(splits, SPLIT_CHUNK), "COLUMNS": columns}
+        jobs += [Job("combine", arch, dtype, constants, 4, 1) for dtype in DTYPES[2]]
+    return jobs
+
+
+def all_jobs() -> list[Job]:
+    """Every kernel with every entry of the launch table."""
+    jobs = []
+    for arch in TARGETS:
+        for kernel, entries in launch_table()[arch].items():
+            for entry in entries:
+                if entry.itemsize == 4 and arch not in FLOAT32_ARCHS:
+                    continue
+                if kernel == "prefill":
+                    jobs += prefill_jobs(arch, entry)
+                else:
+                    jobs += attention_jobs(kernel, arch, entry)
+        jobs += combine_jobs(arch)
+    return jobs
+
+
+def spilling_job() -> Job:
+    """A tile that can't fit: 64 rows of 512 float32 on four warps need 256 registers a thread."""
+    entry = LaunchEntry(64, 64, 64, num_warps=4, num_stages=1)
+    return attention_jobs("packed", "sm_90", entry)[0]
+
+
+def argument_type(name: str, job: Job) -> str:
+    """Triton's type of a kernel argument, as a launch would give it."""
+    if name in job.constants:
+        return "constexpr"
+    if name in ("lse_ptr", "partial_ptr", "partial_lse_ptr"):
+        return "*fp32"
+    if name in ("out_ptr", "q_latent_ptr", "q_rope_ptr", "cache_ptr", "q_ptr", "k_ptr", "v_ptr"):
+        return f"*{job.dtype}"
+    if name == "tree_bits_ptr":
+        return "*i64"
+    return "*i32" if name.endswith("_ptr") else "fp32" if name == "scale_log2" else "i32"
+
+
+def is_aligned(name: str, kind: str) -> bool:
+    """Whether a launch finds the argument divisible by 16: rows and their strides are."""
+    if kind == "constexpr" or "lse" in name or kind in ("*i32", "*i64"):
+        return False
+    return kind.startswith("*") or (name.startswith("stride") and name != "stride_table")
+
+
+def compile_job(job: Job) -> dict[str, Any]:
+    """Compile and measure; a failure becomes part of the report."""
+    kernel = KERNELS[job.kernel]
+    kinds = {name: argument_type(name, job) for name in kernel.arg_names}
+    at = {name: (i,) for i, name in enumerate(kernel.arg_names)}
+    aligned = {at[n]: [["tt.divisibility", 16]] for n, kind in kinds.items() if is_aligned(n, kind)}
+    source = ASTSource(kernel, kinds, {at[n]: v for n, v in job.constants.items()}, aligned)
+    options = {
+        "num_warps": job.num_warps,
+        "num_stages": job.num_stages,
+        "enable_fp_fusion": FP_FUSION,
+    }
+    report: dict[str, Any] = {"label": job.label, "arch": job.arch, "error": None}
+    try:
+        built = triton.compile(source, target=TARGETS[job.arch], options=options)
+    except Exception as problem:
+        return report | {"error": f"{type(problem).__name__}: {str(problem)[:400]}"}
+    is_nvidia = TARGETS[job.arch].backend == "cuda"
+    stack = cubin_stack(built.asm["cubin"]) if is_nvidia else scratch_bytes(built.asm["amdgcn"])
+    return report | {"shared": built.metadata.shared, "stack": stack}
+
+
+def cubin_stack(cubin: bytes) -> int:
+    """Bytes of stack and local memory a thread, from the tool that ships with Triton."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        )
+    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", run.stdout))
+
+
+def scratch_bytes(assembly: str) -> int:
+    """Bytes of scratch memory a work item."""
+    return sum(int(n) for n in re.findall(r"\.private_segment_fixed_size:\s*(\d+)", assembly))
+
+
+def main(report: str, *flags: str) -> None:
+    """Compile everything in two processes and write the report."""
+    jobs = [spilling_job()] if "--spilling" in flags else all_jobs()
+    with ProcessPoolExecutor(2) as pool:
+        Path(report).write_text(json.dumps(list(pool.map(compile_job, jobs))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
