@@ -16,8 +16,6 @@ from specmla.kernels.prefill import key_parts, value_pad
 from specmla.metadata import PrefillPart
 from specmla.testing import assert_attention_within_budget
 
-pytestmark = pytest.mark.usefixtures("poison")
-
 SCALE = 0.2
 
 

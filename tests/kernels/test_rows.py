@@ -20,8 +20,6 @@ from specmla.metadata import VerifyPart
 from specmla.query import decode_rows
 from specmla.testing import VerifyCase, assert_matches_oracle, make_case
 
-pytestmark = pytest.mark.usefixtures("poison")
-
 SMALL: dict[str, Any] = {"kv_lora_rank": 32, "rope_dim": 16, "page_size": 16}
 
 
@@ -94,7 +92,10 @@ def test_dims(rank: int, rope: int, device: torch.device) -> None:
     check(case)
 
 
-def test_what_lies_past_the_length_does_not_matter(device: torch.device) -> None:  # BL-05
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_what_lies_past_the_length_does_not_matter(  # BL-05
+    page_size: int, device: torch.device
+) -> None:
     results = [
         check(
             make_case(
@@ -103,8 +104,11 @@ def test_what_lies_past_the_length_does_not_matter(device: torch.device) -> None
                 poison=fill,
                 unused_cell=cell,
                 page_gap=48,
+                spare_pages=30,  # so that page 0 belongs to nobody
+                kv_lora_rank=32,
+                rope_dim=16,
+                page_size=page_size,
                 device=device,
-                **SMALL,
             )
         )
         for fill, cell in ((math.nan, 2**31 - 1), (math.inf, -1), (0.0, 0))
