@@ -80,14 +80,15 @@ class DraftModelDrafter:
         Raises:
             PoolFullError: the draft pool is too small; nothing was reserved.
         """
-        counts = tuple(r.num_drafts for r in requests)
+        counts = tuple(min(r.num_drafts, self._room(r)) for r in requests)
         names = tuple(r.request_id for r in requests)
         shape = (len(requests), max(counts, default=0))
         tokens = torch.full(shape, -1, dtype=torch.int64, device=self.builder.device)
         probs = None
         if any(counts) and any(r.sampling.temperature > 0 for r in requests):
-            probs = torch.zeros(*shape, self.vocab_size, device=self.builder.device)
-        self._reserve([r for r in requests if r.num_drafts])
+            dtype = torch.promote_types(self.cache.layer(0).dtype, torch.float32)
+            probs = torch.zeros(*shape, self.vocab_size, dtype=dtype, device=self.builder.device)
+        self._reserve([(r, n) for r, n in zip(requests, counts, strict=True) if n])
         for step in range(shape[1]):
             live = [i for i, count in enumerate(counts) if count > step]
             self._round([requests[i] for i in live], live, step, tokens, probs)
@@ -112,19 +113,23 @@ class DraftModelDrafter:
         if self._tokens.pop(request_id, None) is not None:
             self.blocks.free(request_id)
 
-    def _reserve(self, requests: Sequence[DraftRequest]) -> None:
+    def _room(self, r: DraftRequest) -> int:
+        """Drafts that fit the draft model's own context: the last one needs no row."""
+        return max(0, self.builder.max_seq_len - len(r.tokens) + 1)
+
+    def _reserve(self, requests: Sequence[tuple[DraftRequest, int]]) -> None:
         needs = {}
-        for r in requests:
+        for r, count in requests:
             if r.request_id not in self._tokens:
                 self.blocks.add(r.request_id, r.tokens)
                 self._tokens[r.request_id] = array("q")
             known = self._tokens[r.request_id]
             known.extend(r.tokens[len(known) :])  # a prompt, or steps that were not drafted for
             pending = len(r.tokens) - self.blocks.length(r.request_id)
-            needs[r.request_id] = pending + r.num_drafts - 1
+            needs[r.request_id] = pending + count - 1
         self.blocks.reserve(needs)
-        for r in requests:
-            self._drafted[r.request_id] = (len(r.tokens), r.num_drafts)
+        for r, count in requests:
+            self._drafted[r.request_id] = (len(r.tokens), count)
 
     def _round(
         self,
@@ -148,6 +153,9 @@ class DraftModelDrafter:
             metadata = self.builder.build([self._next_row(r, step) for r in requests])
         sent = send_arrays(index, self.builder.device)
         token_ids = sent["input"] if step == 0 else tokens[sent["rows"], step - 1]
+        # Ids that only the target knows (where that is allowed) can't be looked up; whatever stands
+        # for them, the reported distribution is the one drawn from.
+        token_ids = token_ids.clamp(max=self.vocab_size - 1)
         hidden = self.model(token_ids, metadata, self.cache, self.builder.backend)
         logits = self.model.logits(hidden[sent["last"]] if step == 0 else hidden)
         if probs is None:

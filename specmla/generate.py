@@ -12,6 +12,7 @@ from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
 from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.query import QueryLenSupport
 from specmla.verify.proposal import Drafter, RequestResult
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.step import VerifyStep
@@ -53,6 +54,7 @@ def build_step(
         kv_lora_rank=attention.kv_lora_rank,
         qk_rope_head_dim=attention.qk_rope_head_dim,
         page_size=page_size,
+        query_len_support=QueryLenSupport.VARLEN,
     )
     limit = config.max_position_embeddings if max_seq_len is None else max_seq_len
     builder = MetadataBuilder(
@@ -93,7 +95,8 @@ def generate(
 ) -> Iterator[list[RequestResult]]:
     """Continue all prompts together, one list of results per step, until every one has finished.
 
-    Without a drafter this is plain decoding of the same model.
+    Without a drafter this is plain decoding of the same model. Requests that were on the step
+    before are left alone.
 
     Args:
         model: the target.
@@ -104,22 +107,31 @@ def generate(
 
     Raises:
         ArgumentError: a drafter of another vocabulary, prompts that can't be served.
-        PoolFullError: the pool is too small for all prompts at once.
+        PoolFullError: the pool (the target's, or the drafter's own) is too small for all prompts.
         NumericsError: logits without a distribution.
     """
     if drafter:
         step.check_drafter(drafter.vocab_size)
-    for request_id, (tokens, sampling) in prompts.items():
-        step.add(request_id, tokens, sampling)
-    while step.active:
-        wanted = step.draft_requests(num_speculative_tokens) if drafter else []
-        plan = step.plan(drafter.propose(wanted) if drafter and wanted else None)
-        hidden = model(plan.token_ids, plan.metadata, step.cache, step.builder.backend)
-        logits = model.logits(hidden[plan.logit_rows])
-        results = step.commit(plan, step.verify(plan, logits))
+    running: list[Hashable] = []
+    try:
+        for request_id, (tokens, sampling) in prompts.items():
+            step.add(request_id, tokens, sampling)
+            running.append(request_id)
+        while running:
+            wanted = step.draft_requests(num_speculative_tokens, running) if drafter else []
+            plan = step.plan(drafter.propose(wanted) if drafter and wanted else None, running)
+            hidden = model(plan.token_ids, plan.metadata, step.cache, step.builder.backend)
+            logits = model.logits(hidden[plan.logit_rows])
+            results = step.commit(plan, step.verify(plan, logits))
+            ended = [r.request_id for r in results if r.finish_reason]
+            running = [name for name in running if name not in ended]
+            if drafter:
+                drafter.observe(results)
+                for name in ended:
+                    drafter.reset(name)
+            yield results
+    finally:  # an error, or a caller that stops early, leaves no request and no page behind
+        step.drop(running)
         if drafter:
-            drafter.observe(results)
-            for result in results:
-                if result.finish_reason:
-                    drafter.reset(result.request_id)
-        yield results
+            for name in running:
+                drafter.reset(name)

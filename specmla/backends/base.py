@@ -80,6 +80,7 @@ class AttentionBackend(abc.ABC):
         has, found = self.capabilities, self.unavailable()
         if need.device.type not in has.device_types:
             found.append(f"device is {need.device.type!r}, accepted are {list(has.device_types)}")
+        found += self._capability_problems(need.device)
         if need.dtype not in has.dtypes:
             found.append(f"dtype is {need.dtype}, accepted are {[str(d) for d in has.dtypes]}")
         if need.num_heads < 1:
@@ -106,6 +107,15 @@ class AttentionBackend(abc.ABC):
                 f"{has.query_len_support.value!r} is served"
             )
         return found
+
+    def _capability_problems(self, device: torch.device) -> list[str]:
+        least = self.capabilities.min_capability
+        if least is None or device.type != "cuda" or not torch.cuda.is_available():
+            return []
+        got = torch.cuda.get_device_capability(device)
+        if got >= least:
+            return []
+        return [f"compute capability is {got[0]}.{got[1]}, accepted is {least[0]}.{least[1]} on"]
 
     def check(self, need: Requirements) -> None:
         """Raise `UnsupportedError` with all reasons unless this backend can serve `need`."""

@@ -15,9 +15,17 @@ from specmla.verify.streams import step_uniforms
 
 
 class Decision(NamedTuple):
-    """What was decided for one request: the accepted drafts, then the correction or bonus token."""
+    """What was decided for one request.
+
+    Attributes:
+        tokens: the accepted drafts, then the correction or bonus token.
+        num_drafts: drafts judged, those before the first -1.
+        num_accepted: drafts accepted.
+        flagged: its logits have no distribution; nothing of this may be used.
+    """
 
     tokens: list[int]
+    num_drafts: int
     num_accepted: int
     flagged: bool
 
@@ -28,7 +36,7 @@ class Verdict:
 
     Attributes:
         acceptance: on the device, for whoever goes on there.
-        host: [B, K + 3] int64: emitted tokens (-1 after them), accepted count, flag.
+        host: [B, K + 4] int64: emitted tokens (-1 after them), drafts, accepted ones, flag.
         event: recorded after the copy on CUDA, else None.
     """
 
@@ -40,7 +48,10 @@ class Verdict:
         """Await the copy and read it."""
         if self.event is not None:
             self.event.synchronize()
-        return [Decision(row[: row[-2] + 1], row[-2], bool(row[-1])) for row in self.host.tolist()]
+        return [
+            Decision(row[: row[-2] + 1], row[-3], row[-2], bool(row[-1]))
+            for row in self.host.tolist()
+        ]
 
 
 def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
@@ -55,9 +66,9 @@ def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
         terms = RULES[rule](rows.probs, plan.drafts, plan.draft_probs)
         u = step_uniforms(plan.sampling.seeds, plan.positions, plan.drafts.shape[1])
         acceptance = decide(terms, plan.drafts, u.accept, u.correction)
-    tail = torch.stack(
-        [acceptance.num_accepted, (flagged.any(dim=1) | acceptance.flagged).long()], dim=1
-    )
+    judged = (plan.drafts >= 0).long().cumprod(dim=1).sum(dim=1)
+    unusable = (flagged.any(dim=1) | acceptance.flagged).long()
+    tail = torch.stack([judged, acceptance.num_accepted, unusable], dim=1)
     return _send(acceptance, torch.cat([acceptance.tokens, tail], dim=1))
 
 
@@ -67,5 +78,5 @@ def _send(acceptance: Acceptance, packed: Tensor) -> Verdict:
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
     host.copy_(packed, non_blocking=True)
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(packed.device))
     return Verdict(acceptance, host, event)

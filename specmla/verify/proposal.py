@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from specmla.errors import require
@@ -37,8 +38,8 @@ class DraftProposal:
         request_ids: B names.
         counts: drafts of each request, known on the host; zero is allowed.
         tokens: [B, K] int64, K >= max(counts), -1 past a request's count.
-        probs: [B, K, W] float32, the distribution each token was really drawn from, or None where
-            nothing was drawn (the distribution is then one-hot on the token).
+        probs: [B, K, W] float32 or float64, the distribution each token was really drawn from, or
+            None where nothing was drawn (the distribution is then one-hot on the token).
     """
 
     request_ids: tuple[Hashable, ...]
@@ -57,6 +58,8 @@ class DraftProposal:
             found.append(f"counts has {len(self.counts)} entries, request_ids {b}")
         if self.tokens.dim() != 2 or self.tokens.shape[0] != b:
             found.append(f"tokens has shape {tuple(self.tokens.shape)}, accepted is [{b}, K]")
+        elif self.tokens.dtype != torch.int64:
+            found.append(f"tokens has dtype {self.tokens.dtype}, accepted is torch.int64")
         elif any(not 0 <= c <= self.tokens.shape[1] for c in self.counts):
             found.append(f"counts {self.counts} must lie in 0 .. K={self.tokens.shape[1]}")
         if self.probs is not None and self.probs.shape[:2] != self.tokens.shape:
@@ -64,6 +67,8 @@ class DraftProposal:
                 f"probs has shape {tuple(self.probs.shape)}, tokens {tuple(self.tokens.shape)}; "
                 "accepted is [B, K, W]"
             )
+        if self.probs is not None and self.probs.dtype not in (torch.float32, torch.float64):
+            found.append(f"probs has dtype {self.probs.dtype}, accepted are float32 and float64")
         require(found, "DraftProposal")
 
 

@@ -37,13 +37,16 @@ class RequestState:
         if not 1 <= len(prompt) < max_seq_len:
             found.append(f"prompt has {len(prompt)} tokens, accepted are 1 to {max_seq_len - 1}")
         outside = sorted({t for t in prompt if not 0 <= t < vocab_size})
+        foreign = [t for t in sampling.stop_token_ids if t >= vocab_size]
+        if foreign:
+            found.append(f"stop_token_ids hold {foreign}, accepted are 0 to {vocab_size - 1}")
         if outside:
             found.append(f"prompt holds ids {outside[:8]}, accepted are 0 to {vocab_size - 1}")
         require(found, f"request {request_id!r}")
         self.request_id = request_id
         self.tokens = array("q", prompt)
         self.num_prompt = len(prompt)
-        self.sampling = sampling
+        self.sampling = sampling.seeded()
         self.max_seq_len = max_seq_len
 
     @property

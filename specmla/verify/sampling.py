@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,8 @@ class SamplingParams:
         top_k: the number of ids kept; 0 keeps all.
         top_p: the mass kept, above 0 and at most 1; 1 keeps all.
         seed: names the request's random streams; equal seeds and equal inputs give equal tokens.
+            None: `VerifyStep.add` draws one from torch's default generator, so that requests of
+            equal prompts differ.
         max_tokens: new tokens at most; None sets no limit.
         stop_token_ids: ids that end the request; the id met is the last one emitted.
     """
@@ -47,7 +49,7 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     max_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
 
@@ -67,14 +69,20 @@ class SamplingParams:
             found.append(f"top_k={self.top_k!r}, accepted is 0 (off) to {_MAX_TOP_K}")
         if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
             found.append(f"top_p={self.top_p!r}, accepted is above 0 and at most 1 (off)")
-        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
-            found.append(f"seed={self.seed!r}, accepted is an int in 0 .. 2**63 - 1")
+        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**63):
+            found.append(f"seed={self.seed!r}, accepted is an int in 0 .. 2**63 - 1, or None")
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
             found.append(f"max_tokens={self.max_tokens!r}, accepted is 1 or more, or None")
         stops = self.stop_token_ids
         if not isinstance(stops, tuple) or not all(_is_int(t) and t >= 0 for t in stops):
             found.append(f"stop_token_ids={stops!r}, accepted is a tuple of ids of 0 or more")
         require(found, "SamplingParams")
+
+    def seeded(self) -> SamplingParams:
+        """Give these parameters with a seed: their own, or a fresh one."""
+        if self.seed is not None:
+            return self
+        return replace(self, seed=int(torch.randint(2**63 - 1, ())))
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class SamplingBatch:
         temperature: [B] float32.
         top_k: [B] int64.
         top_p: [B] float32.
-        seeds: [B] int64.
+        seeds: [B] int64; 0 for parameters without one (a step seeds those of its requests).
         all_greedy: every temperature is 0; known on the host.
         any_filter: some request that is not greedy sets top_k or top_p; known on the host.
     """
@@ -103,7 +111,7 @@ class SamplingBatch:
         b, device = len(params), torch.device(device)
         packed = torch.empty(3, b, dtype=torch.int64, pin_memory=device.type == "cuda")
         packed[0] = torch.tensor([p.top_k for p in params], dtype=torch.int64)
-        packed[1] = torch.tensor([p.seed for p in params], dtype=torch.int64)
+        packed[1] = torch.tensor([p.seed or 0 for p in params], dtype=torch.int64)
         reals = packed[2].view(torch.float32)
         reals[:b] = torch.tensor([p.temperature for p in params], dtype=torch.float32)
         reals[b:] = torch.tensor([p.top_p for p in params], dtype=torch.float32)

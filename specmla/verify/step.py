@@ -115,6 +115,17 @@ class VerifyStep:
         self.blocks.free(request_id)
         del self._states[request_id]
 
+    def drop(self, request_ids: Iterable[Hashable]) -> None:
+        """Forget requests, whatever happens to them; a planned step that holds one is cancelled.
+
+        Names that are not active are ignored: this is the clean-up after an error.
+        """
+        names = [name for name in request_ids if name in self._states]
+        if self._open is not None and any(r.request_id in names for r in self._open.requests):
+            self.cancel(self._open)
+        for name in names:
+            self.remove(name)
+
     def check_drafter(self, vocab_size: int) -> None:
         """Refuse a drafter of another vocabulary size, unless `allow_vocab_mismatch` is set.
 
@@ -246,7 +257,7 @@ class VerifyStep:
                 RequestResult(
                     request.request_id,
                     emitted,
-                    request.num_drafts,
+                    decision.num_drafts,
                     decision.num_accepted,
                     reason,
                     request.is_prompt,

@@ -10,7 +10,9 @@ from specmla import DeepseekConfig, DeepseekForCausalLM, MLAConfig, SamplingPara
 from tests.e2e.conftest import VOCAB, ScriptedDrafter, make_step, prompts, run
 
 
-def tiny(layers: int, hidden: int, seed: int) -> DeepseekForCausalLM:
+def tiny(
+    layers: int, hidden: int, seed: int, limit: int = 160, vocab: int = VOCAB
+) -> DeepseekForCausalLM:
     torch.manual_seed(seed)
     attention = MLAConfig(
         hidden_size=hidden,
@@ -20,7 +22,7 @@ def tiny(layers: int, hidden: int, seed: int) -> DeepseekForCausalLM:
         qk_rope_head_dim=8,
         v_head_dim=8,
     )
-    model = DeepseekForCausalLM(DeepseekConfig(attention, layers, VOCAB, 32, 160))
+    model = DeepseekForCausalLM(DeepseekConfig(attention, layers, vocab, 32, limit))
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.25)
@@ -131,3 +133,34 @@ def test_a_step_without_drafts_in_between(target):
     tokens, _ = run(target, prompts(6), Sometimes(None), 4)
     assert tokens == plain
     assert drafter.checked
+
+
+def test_a_draft_model_with_a_shorter_context_stops_drafting_in_time(target):
+    draft = tiny(1, 16, 2, limit=24)
+    drafter = Checked(draft, num_pages=600, page_size=4, backend="reference")
+    plain, _ = run(target, prompts(6))
+    tokens, history = run(target, prompts(6), drafter, 4)
+    assert tokens == plain
+    assert drafter.checked
+    late = [r for r in history[-1] if not r.is_prompt]
+    assert all(r.num_drafts == 0 for r in late)
+
+
+def test_a_draft_model_of_a_smaller_vocabulary(target):
+    """Ids that the draft model lacks are emitted by the target and drafted on from (BL-51)."""
+    draft = tiny(1, 16, 2, vocab=VOCAB - 20)
+    plain, _ = run(target, prompts(6))
+    assert any(t >= VOCAB - 20 for tokens in plain.values() for t in tokens)
+    for temperature in (0.0, 1.0):
+        drafter = DraftModelDrafter(draft, num_pages=600, page_size=4, backend="reference")
+        step = make_step(target, allow_vocab_mismatch=True)
+        tokens, history = run(target, prompts(6, temperature=temperature), drafter, 3, step)
+        assert any(r.num_drafts for results in history for r in results)
+        assert temperature or tokens == plain
+
+
+def test_sampled_drafts_of_a_float64_model():
+    model = tiny(1, 16, 3).double()
+    drafter = DraftModelDrafter(model, num_pages=100, page_size=4, backend="reference")
+    tokens, _ = run(model, prompts(3, temperature=1.0), drafter, 3)
+    assert all(len(t) == 24 for t in tokens.values())

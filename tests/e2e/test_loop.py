@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from specmla import SamplingParams
+from specmla import ArgumentError, SamplingParams, generate
 from tests.e2e.conftest import VOCAB, ScriptedDrafter, make_step, prompts, run
 
 
@@ -169,3 +169,36 @@ def test_requests_joining_late_change_nothing(model, plain):
             for r in step.commit(plan, step.verify(plan, logits)):
                 out[r.request_id] += r.new_tokens
     assert out == plain
+
+
+def test_an_error_or_an_early_stop_leaves_nothing_behind(model):
+    step = make_step(model)
+    bad = prompts(2) | {"bad": ([VOCAB], SamplingParams())}
+    with pytest.raises(ArgumentError, match="bad"):
+        run(model, bad, None, 4, step)
+    assert step.active == ()
+    loop = generate(model, step, prompts(3), ScriptedDrafter(lambda t, k: [1] * k))
+    for _ in range(3):
+        next(loop)
+    loop.close()
+    assert step.active == ()
+    assert step.blocks.num_free == step.blocks.num_pages
+
+
+def test_other_requests_of_the_step_are_left_alone(model, plain):
+    step = make_step(model)
+    step.add("mine", [1, 2, 3], SamplingParams())
+    tokens: dict[str, list[int]] = {name: [] for name in plain}
+    for results in generate(model, step, prompts(6)):
+        for r in results:
+            tokens[r.request_id] += r.new_tokens
+    assert tokens == plain
+    assert step.active == ("mine",)
+    assert list(step.tokens("mine")) == [1, 2, 3]
+
+
+def test_unseeded_requests_of_one_prompt_differ(model):
+    torch.manual_seed(0)
+    batch = {i: ([1, 2, 3], SamplingParams(1.0, max_tokens=20)) for i in range(4)}
+    tokens, _ = run(model, batch)
+    assert len({tuple(t) for t in tokens.values()}) == 4
