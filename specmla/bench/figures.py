@@ -1,0 +1,129 @@
+"""The figures of the README, as Markdown, from the raw results beside this file.
+
+python -m specmla.bench.figures
+
+Every number shown is read from `results/*.json`; nothing is typed in.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(str(files("specmla"))) / "bench" / "results"
+
+
+def figures() -> str:
+    """Give the whole block of the README."""
+    return "\n\n".join([_verify(), _step(), _loop(), _training()])
+
+
+def _load(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _verify() -> str:
+    found = _load("h200_verify")
+    env, cases = found["env"], {}
+    for row in found["rows"]:
+        key = (row["batch"], row["heads"], row["mask"], row["page_size"])
+        cases.setdefault(key, {})[row["provider"]] = row
+    rows = []
+    for (batch, heads, mask, page), by in cases.items():
+        packed, single = by["triton"], by.get("rows", {})
+        rows.append(
+            [
+                f"`{batch}` {mask}" + ("" if page == 64 else f", page {page}"),
+                str(heads),
+                f"{packed['us']:.0f}",
+                f"{single['us']:.0f}" if single.get("us") else "not served",
+                f"{packed['gbps'] / 1000:.2f}",
+                f"{packed['tflops']:.0f}",
+                f"{packed['rel_err']:.1e}",
+                f"{(packed['scratch_bytes'] or 0) / 2**20:.1f}",
+            ]
+        )
+    header = ["batch", "heads", "triton µs", "rows µs", "TB/s", "TFLOP/s", "rel. error", "MiB"]
+    return (
+        f"**Attention**, one {env['gpu']['name']}, {env['date'][:10]}, torch "
+        f"{env['versions']['torch']}, triton {env['versions']['triton']}; bf16, latent 512 + rope "
+        "64. `32q4s8k`: 32 requests, 4 query rows each, 8k cached tokens (`1-8`: cycling through "
+        "1 to 8 rows). Kernel and merge together, CUDA-graph replay, cold L2, medians, checked "
+        "against float64 first. TB/s counts each cache row once; MiB is peak scratch.\n\n"
+        + _table(header, rows)
+        + "\n\n`python -m specmla.bench verify --batch 32q4s8k --heads 16 --impl triton rows --json "
+        "FILE`"
+    )
+
+
+def _step() -> str:
+    found = _load("h200_step")
+    row = found["rows"][0]
+    return (
+        f"**Host time of a step** (plan and commit, B = {row['requests']}, K = {row['drafts']}, "
+        f"{row['prompt_len']} cached tokens each, backend {row['backend']} on that machine): plan "
+        f"{row['plan_us']:.0f} µs, commit {row['commit_us']:.0f} µs, together "
+        f"{row['plan_commit_us']:.0f} µs (medians; aim 300). `python -m specmla.bench step`"
+    )
+
+
+def _loop() -> str:
+    found = _load("pair_cpu")
+    rows = []
+    plain: dict[float, float] = {}
+    for row in found["rows"]:
+        plain.setdefault(row["temperature"], row["tokens_per_s"])
+        rates = " ".join(f"{rate:.2f}" for rate in row["acceptance_rate_per_position"]) or "-"
+        rows.append(
+            [
+                row["drafter"],
+                f"{row['temperature']:g}",
+                f"{row['tokens_per_step']:.2f}",
+                f"{row['mean_acceptance_length']:.2f}",
+                f"{row['draft_acceptance_rate']:.2f}",
+                rates,
+                f"{row['distinct_4gram_ratio']:.2f}",
+                f"{row['looping']} of {row['continuations']}",
+                f"{row['tokens_per_s']:.0f}",
+                f"{row['tokens_per_s'] / plain[row['temperature']]:.2f}×",
+            ]
+        )
+    header = ["drafter", "T", "tokens_per_step", "mean_acceptance_length", "draft_acceptance_rate"]
+    header += ["by position", "distinct 4-grams", "looping", "tokens/s", "against plain"]
+    env = found["env"]
+    return (
+        f"**The shipped pair** on its eight prompts, K = 4, float32 on {env['cpu']['count']} CPU "
+        f"cores ({env['cpu']['name']}), {env['date'][:10]}. Looping continuations (fewer than half "
+        "of their 4-grams distinct) are left out of the acceptance figures, not of the speed.\n\n"
+        + _table(header, rows)
+        + "\n\n`python examples/pair.py --max-tokens 128 --repeats 4`"
+    )
+
+
+def _training() -> str:
+    found = _load("pair_training")
+    target, name = found["target"], found["evaluation"]["chosen"]
+    draft = found["evaluation"]["drafts"][name]
+    greedy, sampled = draft["greedy"], draft["temperature_1"]
+    return (
+        f"**Training** ({found['environment']['device']}, {found['seconds']:.0f} s in all): target "
+        f"of size {target['size']} (layers × width × heads × MLP), "
+        f"{target['tokens_seen'] / 1e6:.0f} M tokens, held-out loss "
+        f"{target['held_out_loss']:.2f}; draft {name}. On {greedy['prompts']} prompts of modules "
+        f"never trained on, K = 4: {greedy['tokens_per_step']:.2f} tokens a step greedy "
+        f"({greedy['looping_excluded']} looping continuations left out; "
+        f"{greedy['with_loops']['tokens_per_step']:.2f} with them), "
+        f"{sampled['tokens_per_step']:.2f} at temperature 1."
+    )
+
+
+if __name__ == "__main__":
+    print(figures())
