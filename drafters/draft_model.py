@@ -77,16 +77,21 @@ class DraftModelDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         """Draft `num_drafts` tokens for each request, drawn from the reported distribution.
 
+        Fewer, or none, where the draft model's own context ends.
+
         Raises:
             PoolFullError: the draft pool is too small; nothing was reserved.
         """
+        requests = [r._replace(num_drafts=self._limit(r)) for r in requests]
         counts = tuple(r.num_drafts for r in requests)
         names = tuple(r.request_id for r in requests)
         shape = (len(requests), max(counts, default=0))
         tokens = torch.full(shape, -1, dtype=torch.int64, device=self.builder.device)
         probs = None
         if any(counts) and any(r.sampling.temperature > 0 for r in requests):
-            probs = torch.zeros(*shape, self.vocab_size, device=self.builder.device)
+            # What was drawn from, unrounded: float64 for a float64 model.
+            dtype = torch.promote_types(self.cache.dtype, torch.float32)
+            probs = torch.zeros(*shape, self.vocab_size, dtype=dtype, device=self.builder.device)
         self._reserve([r for r in requests if r.num_drafts])
         for step in range(shape[1]):
             live = [i for i, count in enumerate(counts) if count > step]
@@ -111,6 +116,10 @@ class DraftModelDrafter:
         self._drafted.pop(request_id, None)
         if self._tokens.pop(request_id, None) is not None:
             self.blocks.free(request_id)
+
+    def _limit(self, r: DraftRequest) -> int:
+        """Rows run for all tokens and all drafts but the last one; they must fit the context."""
+        return max(0, min(r.num_drafts, self.builder.max_seq_len - len(r.tokens) + 1))
 
     def _reserve(self, requests: Sequence[DraftRequest]) -> None:
         needs = {}

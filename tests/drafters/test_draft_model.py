@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 
@@ -131,3 +134,27 @@ def test_a_step_without_drafts_in_between(target):
     tokens, _ = run(target, prompts(6), Sometimes(None), 4)
     assert tokens == plain
     assert drafter.checked
+
+
+def test_drafts_end_where_the_draft_models_context_ends(target):
+    draft = tiny(1, 16, 2)
+    draft.config = dataclasses.replace(draft.config, max_position_embeddings=20)
+    drafter = Checked(draft, num_pages=600, page_size=4, backend="reference")
+    plain, _ = run(target, prompts(6))
+    tokens, history = run(target, prompts(6), drafter, 4)
+    assert tokens == plain
+    assert drafter.checked
+    drafted = {r.request_id for step in history for r in step if r.num_drafts}
+    assert drafted == {"r0", "r1", "r2", "r3", "r4"}  # the prompt of r5 has 30 tokens
+
+
+def test_a_float64_draft_model_samples(target):
+    drafter = DraftModelDrafter(
+        copy.deepcopy(target).double(), num_pages=600, page_size=4, backend="reference"
+    )
+    batch = prompts(3, temperature=1.0)
+    _, history = run(drafter.model, batch, drafter, 3)
+    verified = [r for step in history for r in step if r.num_drafts]
+    # The draft is the target: with unrounded probabilities nothing is refused.
+    assert verified
+    assert all(r.num_accepted == r.num_drafts for r in verified)
