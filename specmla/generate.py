@@ -93,7 +93,8 @@ def generate(
 ) -> Iterator[list[RequestResult]]:
     """Continue all prompts together, one list of results per step, until every one has finished.
 
-    Without a drafter this is plain decoding of the same model.
+    Without a drafter this is plain decoding of the same model. If it stops early (an error, or the
+    caller), the unfinished requests stay in `step`: go on with `prompts={}`, or remove them.
 
     Args:
         model: the target.
@@ -103,23 +104,40 @@ def generate(
         num_speculative_tokens: K for all requests, or by request (absent: 0).
 
     Raises:
-        ArgumentError: a drafter of another vocabulary, prompts that can't be served.
+        ArgumentError: a drafter of another vocabulary, prompts that can't be served; none of them
+            was added.
         PoolFullError: the pool is too small for all prompts at once.
         NumericsError: logits without a distribution.
     """
     if drafter:
         step.check_drafter(drafter.vocab_size)
-    for request_id, (tokens, sampling) in prompts.items():
-        step.add(request_id, tokens, sampling)
+    _add_all(step, prompts)
     while step.active:
         wanted = step.draft_requests(num_speculative_tokens) if drafter else []
         plan = step.plan(drafter.propose(wanted) if drafter and wanted else None)
-        hidden = model(plan.token_ids, plan.metadata, step.cache, step.builder.backend)
-        logits = model.logits(hidden[plan.logit_rows])
-        results = step.commit(plan, step.verify(plan, logits))
+        try:
+            hidden = model(plan.token_ids, plan.metadata, step.cache, step.builder.backend)
+            verdict = step.verify(plan, model.logits(hidden[plan.logit_rows]))
+        except BaseException:
+            step.cancel(plan)  # or the step could never be used again
+            raise
+        results = step.commit(plan, verdict)
         if drafter:
             drafter.observe(results)
             for result in results:
                 if result.finish_reason:
                     drafter.reset(result.request_id)
         yield results
+
+
+def _add_all(step: VerifyStep, prompts: Mapping[Hashable, Prompt]) -> None:
+    """Add all prompts, or none."""
+    added: list[Hashable] = []
+    try:
+        for request_id, (tokens, sampling) in prompts.items():
+            step.add(request_id, tokens, sampling)
+            added.append(request_id)
+    except BaseException:
+        for request_id in added:
+            step.remove(request_id)
+        raise
