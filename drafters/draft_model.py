@@ -77,6 +77,8 @@ class DraftModelDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         """Draft `num_drafts` tokens for each request, drawn from the reported distribution.
 
+        Fewer, or none, where the draft model's own context ends.
+
         Raises:
             PoolFullError: the draft pool is too small; nothing was reserved.
         """

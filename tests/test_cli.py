@@ -72,6 +72,12 @@ def test_greedy_text_does_not_depend_on_the_drafter(checkpoint, capsys):
     assert len(texts) == 1
 
 
+def test_draft_pages_are_bounded_by_its_context(checkpoint, capsys):
+    arguments = ["--target", checkpoint / "target", "--draft", checkpoint / "draft"]
+    assert run("generate", *arguments, "--max-tokens", 10**12, TEXT) == 0
+    assert "208 tokens" in capsys.readouterr().err  # up to the target's context of 256
+
+
 def test_info(capsys):
     assert run("info") == 0
     out = capsys.readouterr().out
@@ -128,6 +134,9 @@ def bad_cases(root):
     yield "backend", ["demo", "--backend", "magic"], "magic"
     yield "drafts", ["demo", "-k", 64], "63"
     yield "plot", ["demo", "--plot", "/no/such/place.png"], "/no/such"
+    yield "plot format", ["demo", "--plot", root / "plot.xyz"], "*.png"
+    yield "plot directory", ["demo", "--plot", root], "*.png"
+    yield "no UTF-8", ["generate", "--target", target, "\udcff"], "accepted is UTF-8"
     yield "unknown option", ["demo", "--wings"], "--wings"
     yield "unknown command", ["fly"], "fly"
     yield (
@@ -140,6 +149,7 @@ def bad_cases(root):
 NAMES = [
     *("missing directory", "broken tokenizer", "missing draft", "vocabulary", "empty prompt"),
     *("temperature", "top_p", "dtype", "device", "backend", "drafts", "plot"),
+    *("plot format", "plot directory", "no UTF-8"),
     *("unknown option", "unknown command", "bench grammar"),
 ]
 

@@ -32,7 +32,8 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 def _verify() -> str:
     found = _load("h200_verify")
-    env, cases = found["env"], {}
+    env = found["env"]
+    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in found["rows"]:
         key = (row["batch"], row["heads"], row["mask"], row["page_size"])
         cases.setdefault(key, {})[row["provider"]] = row

@@ -133,7 +133,8 @@ def token_array(tokens: Sequence[int]) -> array[int]:
         ArgumentError: negative ids (a padded draft is never a token of a sequence).
     """
     try:
-        ids = array("q", tokens)
+        # Given bytes, array would take eight of them for one number.
+        ids = array("q", list(tokens) if isinstance(tokens, bytes | bytearray) else tokens)
     except (TypeError, OverflowError) as error:
         raise ArgumentTypeError(f"tokens accepts integers of 64 bits: {error}") from error
     if ids and min(ids) < 0:

@@ -41,8 +41,11 @@ class DemoOptions:
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; 0 if the output equals plain greedy decoding (or differs by a rounding tie)."""
-    if options.plot is not None and not options.plot.absolute().parent.is_dir():
-        raise ArgumentError(f"plot is {str(options.plot)!r}, its directory does not exist")
+    if options.plot is not None:
+        if not options.plot.absolute().parent.is_dir():
+            raise ArgumentError(f"plot is {str(options.plot)!r}, its directory does not exist")
+        if options.plot.suffix.lower() != ".png" or options.plot.is_dir():
+            raise ArgumentError(f"plot is {str(options.plot)!r}, accepted is a file named *.png")
     console = Console(stderr=options.json)
     device = parse_device(options.device)
     pair = load_shipped_pair(device)
@@ -58,7 +61,7 @@ def run_demo(options: DemoOptions) -> int:
         from specmla.cli.plot import plot_acceptance
 
         plot_acceptance({n: r.stats for n, r in runs.items() if n != "plain"}, options.plot)
-        console.print(f"acceptance by position: {options.plot}")
+        console.print(f"acceptance by position: {options.plot}", markup=False)
     if options.json:
         print(json.dumps(_summary(runs, differences, options)))
     return 0 if all(_is_tie(d, device) for d in differences.values()) else 1
@@ -68,7 +71,9 @@ def _run_all(
     console: Console, pair: Pair, prompts: list[list[int]], options: DemoOptions
 ) -> dict[str, Run]:
     k, device = options.num_speculative_tokens, pair.target.model.embed_tokens.weight.device
-    pages = sum(-(-(len(p) + options.max_tokens + k + 1) // 64) + 1 for p in prompts)
+    longest = pair.draft.config.max_position_embeddings
+    lengths = [min(longest, len(p) + options.max_tokens + k + 1) for p in prompts]
+    pages = sum(-(-n // 64) + 1 for n in lengths)
     drafters: dict[str, Drafter | None] = {
         "plain": None,
         "ngram": NgramDrafter(pair.target.config.vocab_size),

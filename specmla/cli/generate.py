@@ -36,7 +36,7 @@ def run_generate(options: GenerateOptions) -> int:
     device, dtype = parse_device(options.device), parse_dtype(options.dtype)
     tokenizer = load_tokenizer(options.target)
     model, config = load_checkpoint(options.target, device=device, dtype=dtype)
-    prompt = tokenizer.encode(options.prompt).ids
+    prompt = tokenizer.encode(_text(options.prompt)).ids
     sampling = replace(options.sampling, stop_token_ids=config.eos_token_ids)
     run = run_loop(
         model,
@@ -56,6 +56,15 @@ def run_generate(options: GenerateOptions) -> int:
     return 0
 
 
+def _text(argument: str) -> str:
+    """Refuse bytes that are no UTF-8: Python hides them in surrogates, tokenizers know none."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"prompt is {argument!r}, accepted is UTF-8: {error}") from error
+    return argument
+
+
 def _drafter(
     options: GenerateOptions, target: DeepseekForCausalLM, num_prompt: int
 ) -> Drafter | None:
@@ -71,4 +80,5 @@ def _drafter(
             f"{target.config.vocab_size}; accepted is the same size"
         )
     longest = num_prompt + (options.sampling.max_tokens or 0) + options.num_speculative_tokens + 1
+    longest = min(longest, config.max_position_embeddings)
     return DraftModelDrafter(model, num_pages=-(-longest // 64) + 1, backend=options.backend)

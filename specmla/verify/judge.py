@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specmla.cache.layout import DTYPES
 from specmla.verify.accept import RULES, Acceptance, decide, greedy
 from specmla.verify.plan import StepPlan
 from specmla.verify.sampling import processed_probs, row_top
@@ -35,11 +36,13 @@ class Verdict:
     """Decisions on their way to the host.
 
     Attributes:
+        plan: the step that was judged.
         acceptance: on the device, for whoever goes on there.
         host: [B, K + 4] int64: emitted tokens (-1 after them), drafts, accepted ones, flag.
         event: recorded after the copy on CUDA, else None.
     """
 
+    plan: StepPlan
     acceptance: Acceptance
     host: Tensor
     event: torch.cuda.Event | None
@@ -52,6 +55,18 @@ class Verdict:
             Decision(row[: row[-2] + 1], row[-3], row[-2], bool(row[-1]))
             for row in self.host.tolist()
         ]
+
+
+def logits_problems(plan: StepPlan, logits: Tensor, vocab_size: int) -> list[str]:
+    """List why `logits` can't be those of the step."""
+    found, shape = [], [plan.logit_rows.shape[0], vocab_size]
+    if list(logits.shape) != shape:
+        found.append(f"logits has shape {tuple(logits.shape)}, accepted is [R, W] = {shape}")
+    if logits.dtype not in DTYPES:
+        found.append(f"logits has dtype {logits.dtype}, accepted are {[str(d) for d in DTYPES]}")
+    if logits.device != plan.logit_rows.device:
+        found.append(f"logits is on {logits.device}, accepted is {plan.logit_rows.device}")
+    return found
 
 
 def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
@@ -69,14 +84,14 @@ def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
     judged = (plan.drafts >= 0).long().cumprod(dim=1).sum(dim=1)
     unusable = (flagged.any(dim=1) | acceptance.flagged).long()
     tail = torch.stack([judged, acceptance.num_accepted, unusable], dim=1)
-    return _send(acceptance, torch.cat([acceptance.tokens, tail], dim=1))
+    return _send(plan, acceptance, torch.cat([acceptance.tokens, tail], dim=1))
 
 
-def _send(acceptance: Acceptance, packed: Tensor) -> Verdict:
+def _send(plan: StepPlan, acceptance: Acceptance, packed: Tensor) -> Verdict:
     if packed.device.type != "cuda":
-        return Verdict(acceptance, packed, None)
+        return Verdict(plan, acceptance, packed, None)
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
     host.copy_(packed, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(packed.device))
-    return Verdict(acceptance, host, event)
+    return Verdict(plan, acceptance, host, event)

@@ -15,11 +15,19 @@ def batch_problems(names: Sequence[Hashable], proposal: DraftProposal | None) ->
     found = []
     if not names:
         found.append("request_ids is empty, accepted is at least one active request")
-    if len(set(names)) < len(names):
-        found.append(f"request_ids {list(names)} holds a name twice")
-    if proposal is not None and len(set(proposal.request_ids)) < len(proposal.request_ids):
-        found.append(f"proposal.request_ids {list(proposal.request_ids)} holds a name twice")
+    found += name_problems("request_ids", names)
+    if proposal is not None:
+        found += name_problems("proposal.request_ids", proposal.request_ids)
     return found
+
+
+def name_problems(label: str, names: Sequence[Hashable]) -> list[str]:
+    """List why `names` can't name requests: not hashable, or not distinct."""
+    try:
+        distinct = set(names)
+    except TypeError as error:
+        return [f"{label} is {list(names)}, accepted are hashable names: {error}"]
+    return [f"{label} {list(names)} holds a name twice"] if len(distinct) < len(names) else []
 
 
 def pair_drafts(

@@ -47,7 +47,7 @@ class StepPlan:
         logit_rows: [R] int64, rows of the hidden states whose logits `verify` takes, in order.
         row_table: [B, K + 1] int64, logit row of each verify row; a request repeats its last one.
         drafts: [B, K] int64, -1 past a request's count.
-        draft_probs: [B, K, W] float32, or None for one-hot drafts.
+        draft_probs: [B, K, W] floating, or None for one-hot drafts.
         positions: [B] int64, each anchor's position: the key of the step's random streams.
         sampling: the parameters of the B requests.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,7 +49,7 @@ class DraftProposal:
     probs: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check shapes against each other.
+        """Check types, and shapes against each other.
 
         Raises:
             ArgumentError: names every field that disagrees.
@@ -56,20 +57,28 @@ class DraftProposal:
         b, found = len(self.request_ids), []
         if len(self.counts) != b:
             found.append(f"counts has {len(self.counts)} entries, request_ids {b}")
-        if self.tokens.dim() != 2 or self.tokens.shape[0] != b:
-            found.append(f"tokens has shape {tuple(self.tokens.shape)}, accepted is [{b}, K]")
-        elif self.tokens.dtype != torch.int64:
+        if self.tokens.dtype != torch.int64:
             found.append(f"tokens has dtype {self.tokens.dtype}, accepted is torch.int64")
+        if not all(isinstance(c, Integral) for c in self.counts):
+            found.append(f"counts is {self.counts}, accepted are integers")
+        elif self.tokens.dim() != 2 or self.tokens.shape[0] != b:
+            found.append(f"tokens has shape {tuple(self.tokens.shape)}, accepted is [{b}, K]")
         elif any(not 0 <= c <= self.tokens.shape[1] for c in self.counts):
             found.append(f"counts {self.counts} must lie in 0 .. K={self.tokens.shape[1]}")
-        if self.probs is not None and self.probs.shape[:2] != self.tokens.shape:
+        require(found + self._probs_problems(), "DraftProposal")
+
+    def _probs_problems(self) -> list[str]:
+        found: list[str] = []
+        if self.probs is None:
+            return found
+        if self.probs.dim() != 3 or self.probs.shape[:2] != self.tokens.shape:
             found.append(
                 f"probs has shape {tuple(self.probs.shape)}, tokens {tuple(self.tokens.shape)}; "
                 "accepted is [B, K, W]"
             )
-        if self.probs is not None and self.probs.dtype not in (torch.float32, torch.float64):
+        if self.probs.dtype not in (torch.float32, torch.float64):
             found.append(f"probs has dtype {self.probs.dtype}, accepted are float32 and float64")
-        require(found, "DraftProposal")
+        return found
 
 
 class RequestResult(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Sequence
 
-from specmla.errors import require
+from specmla.errors import ArgumentTypeError, require
 from specmla.verify.sampling import SamplingParams
 
 
@@ -32,11 +32,22 @@ class RequestState:
 
         Raises:
             ArgumentError: an empty prompt, ids outside the vocabulary, no room for one new token.
+            ArgumentTypeError: a prompt that is no sequence of integers, or other parameters.
         """
+        if not isinstance(sampling, SamplingParams):
+            raise ArgumentTypeError(
+                f"request {request_id!r}: sampling is {sampling!r}, accepted are SamplingParams"
+            )
+        try:
+            tokens = array("q", list(prompt))  # of bytes, array would take eight for one number
+        except (TypeError, OverflowError) as error:
+            raise ArgumentTypeError(
+                f"request {request_id!r}: prompt accepts integers of 64 bits: {error}"
+            ) from error
         found = []
-        if not 1 <= len(prompt) < max_seq_len:
-            found.append(f"prompt has {len(prompt)} tokens, accepted are 1 to {max_seq_len - 1}")
-        outside = sorted({t for t in prompt if not 0 <= t < vocab_size})
+        if not 1 <= len(tokens) < max_seq_len:
+            found.append(f"prompt has {len(tokens)} tokens, accepted are 1 to {max_seq_len - 1}")
+        outside = sorted({t for t in tokens if not 0 <= t < vocab_size})
         foreign = [t for t in sampling.stop_token_ids if t >= vocab_size]
         if foreign:
             found.append(f"stop_token_ids hold {foreign}, accepted are 0 to {vocab_size - 1}")
@@ -44,8 +55,8 @@ class RequestState:
             found.append(f"prompt holds ids {outside[:8]}, accepted are 0 to {vocab_size - 1}")
         require(found, f"request {request_id!r}")
         self.request_id = request_id
-        self.tokens = array("q", prompt)
-        self.num_prompt = len(prompt)
+        self.tokens = tokens
+        self.num_prompt = len(tokens)
         self.sampling = sampling.seeded()
         self.max_seq_len = max_seq_len
 

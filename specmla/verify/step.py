@@ -14,6 +14,7 @@ overwritten by later ones.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from numbers import Integral
 
 from torch import Tensor
 
@@ -22,13 +23,20 @@ from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
 from specmla.errors import ArgumentError, NumericsError, require
 from specmla.verify.accept import RULES
-from specmla.verify.judge import Verdict, judge
-from specmla.verify.pending import batch_problems, new_rows, pair_drafts, plan_request
+from specmla.verify.judge import Verdict, judge, logits_problems
+from specmla.verify.pending import (
+    batch_problems,
+    name_problems,
+    new_rows,
+    pair_drafts,
+    plan_request,
+)
 from specmla.verify.plan import PlannedRequest, StepPlan, build_plan
 from specmla.verify.proposal import DraftProposal, DraftRequest, RequestResult
 from specmla.verify.requests import RequestState
 from specmla.verify.sampling import SamplingBatch, SamplingParams
 from specmla.verify.vocab import check_vocab
+from specmla.verify.wiring import wiring_problems
 
 
 class VerifyStep:
@@ -62,13 +70,7 @@ class VerifyStep:
         found = []
         if rule not in RULES:
             found.append(f"rule is {rule!r}, accepted are {sorted(RULES)}")
-        sizes = {cache.page_size, blocks.page_size, builder.page_size}
-        if len(sizes) > 1:
-            found.append(f"page_size of cache, blocks and builder are {sorted(sizes)}, must agree")
-        if blocks.num_pages > cache.num_pages:
-            found.append(f"blocks has {blocks.num_pages} pages, the cache only {cache.num_pages}")
-        if max_seq_len > builder.max_seq_len:
-            found.append(f"max_seq_len is {max_seq_len}, the builder takes {builder.max_seq_len}")
+        found += wiring_problems(cache, blocks, builder, vocab_size, max_seq_len)
         require(found, "VerifyStep")
         self.cache, self.blocks, self.builder = cache, blocks, builder
         self.vocab_size, self.max_seq_len, self.rule = vocab_size, max_seq_len, rule
@@ -90,8 +92,11 @@ class VerifyStep:
         """Register a request; give the number of prompt tokens found in the prefix cache.
 
         Raises:
-            ArgumentError: a name in use, an empty or too long prompt, ids outside the vocabulary.
+            ArgumentError: a name in use or not hashable, an empty or too long prompt, ids outside
+                the vocabulary.
+            ArgumentTypeError: a prompt that is no sequence of integers.
         """
+        require(name_problems("request_id", (request_id,)), "VerifyStep.add")
         if request_id in self._states:
             raise ArgumentError(f"request_id {request_id!r} is in use; accepted is a new name")
         state = RequestState(
@@ -108,7 +113,7 @@ class VerifyStep:
     def remove(self, request_id: Hashable) -> None:
         """Drop a request (finished ones leave by themselves) and give its pages back."""
         self._state(request_id)
-        if self._open is not None and any(r.request_id == request_id for r in self._open.requests):
+        if self._open is not None and request_id in {r.request_id for r in self._open.requests}:
             raise ArgumentError(
                 f"request_id {request_id!r} is part of the planned step; commit or cancel it first"
             )
@@ -150,10 +155,12 @@ class VerifyStep:
             state = self._state(request_id)
             if len(state.tokens) - self.blocks.length(request_id) != 1:
                 continue
-            count = num_drafts if isinstance(num_drafts, int) else num_drafts.get(request_id, 0)
-            if count < 0:
-                raise ArgumentError(f"num_drafts is {count} for {request_id!r}, accepted are >= 0")
-            count = min(count, state.draft_limit)
+            given = num_drafts.get(request_id, 0) if isinstance(num_drafts, Mapping) else num_drafts
+            if not isinstance(given, int | Integral) or given < 0:
+                raise ArgumentError(
+                    f"num_drafts is {given!r} for {request_id!r}, accepted are integers >= 0"
+                )
+            count = min(int(given), state.draft_limit)
             wanted.append(DraftRequest(request_id, state.tokens, count, state.sampling))
         return wanted
 
@@ -215,16 +222,12 @@ class VerifyStep:
 
         Args:
             plan: the planned step.
-            logits: [R, W] of `plan.logit_rows`, any float dtype.
+            logits: [R, W] of `plan.logit_rows`, float16 to float64.
 
         Raises:
-            ArgumentError: logits of another shape.
+            ArgumentError: logits of another shape, dtype or device.
         """
-        shape = (plan.logit_rows.shape[0], self.vocab_size)
-        if tuple(logits.shape) != shape:
-            raise ArgumentError(
-                f"logits has shape {tuple(logits.shape)}, accepted is [R, W] = {list(shape)}"
-            )
+        require(logits_problems(plan, logits, self.vocab_size), "VerifyStep.verify")
         return judge(plan, logits, self.rule)
 
     def commit(self, plan: StepPlan, verdict: Verdict) -> list[RequestResult]:
@@ -233,16 +236,21 @@ class VerifyStep:
         Finished requests leave: their pages are given back and their names are free again.
 
         Raises:
-            ArgumentError: not the step planned last.
+            ArgumentError: not the step planned last, or the verdict of another one.
             NumericsError: a flagged row; the step is cancelled and no length has changed.
         """
         if plan is not self._open:
             raise ArgumentError("plan is not the step planned last; each plan is committed once")
+        if verdict.plan is not plan:
+            raise ArgumentError(
+                "verdict is that of another plan; accepted is what verify(plan) gave"
+            )
         decided = verdict.wait()
         flagged = [r.request_id for r, d in zip(plan.requests, decided, strict=True) if d.flagged]
         if flagged:
             self.cancel(plan)
-            raise NumericsError(f"logits hold NaN or no finite value for requests {flagged}")
+            what = "logits" if plan.draft_probs is None else "logits or draft probabilities"
+            raise NumericsError(f"{what} hold NaN or no finite value for requests {flagged}")
         self._open = None
         results = []
         for request, decision in zip(plan.requests, decided, strict=True):

@@ -124,3 +124,13 @@ def test_the_host_part_imports_no_torch() -> None:
             modules = [node.module] if isinstance(node, ast.ImportFrom) else []
             modules += [a.name for a in node.names] if isinstance(node, ast.Import) else []
             assert not any(str(m).split(".")[0] in ("torch", "triton", "numpy") for m in modules)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_bytes_are_one_token_each(kind):
+    manager = BlockManager(4, 4)
+    manager.add("a", kind(range(9)))
+    manager.reserve({"a": 9})
+    manager.commit("a", 9, kind(range(9)))
+    assert manager.length("a") == 9
+    assert manager.match(list(range(9))) == manager.match(kind(range(9))) == 8
