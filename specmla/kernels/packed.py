@@ -31,6 +31,12 @@ from specmla.kernels.prims import (
 from specmla.metadata import VerifyPart
 
 
+@triton.jit
+def tile_rows(index, first_row, num_rows, H: tl.constexpr):
+    """Of packed rows `index` [M]: whether the request has them, their row t of T, their head."""
+    return index < num_rows * H, (first_row + index // H).to(tl.int64), (index % H).to(tl.int64)
+
+
 @triton.jit(
     do_not_specialize=["num_splits", "stride_table"],
     do_not_specialize_on_alignment=[
@@ -91,9 +97,7 @@ def packed_kernel(
         return
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    alive = rows < num_rows * H
-    t = (first_row + rows // H).to(tl.int64)
-    h = (rows % H).to(tl.int64)
+    alive, t, h = tile_rows(rows, first_row, num_rows, H)
     extent = tl.minimum(tl.load(row_extent_ptr + t, mask=alive, other=0), num_keys)
     end = tl.minimum(begin + run, tl.max(extent, axis=0))
     # Blocks up to here are seen whole by every row of the tile.
@@ -154,12 +158,11 @@ def packed_kernel(
             acc = tl.dot(weights, kv, acc * shrink[:, None], input_precision="ieee")
 
     inverse, lse = softmax_finish(row_max, row_sum)
-    # The first entry is 0, which the compiler can't know: it must compute the rows again instead of
-    # keeping them in registers through the loop, which has none to spare.
-    rows = tl.load(query_start_ptr) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    alive = rows < num_rows * H
-    t = (first_row + rows // H).to(tl.int64)
-    h = (rows % H).to(tl.int64)
+    # Plus 0, but the compiler can't know: it must compute the rows again instead of keeping them in
+    # registers through the loop, which has none to spare.
+    nothing = tl.load(query_start_ptr + request, volatile=True) - first_row
+    rows = tile * BLOCK_M + nothing + tl.arange(0, BLOCK_M)
+    alive, t, h = tile_rows(rows, first_row, num_rows, H)
     out_at = out_ptr + t * stride_out_t + h * stride_out_h + split.to(tl.int64) * stride_out_split
     out = (acc * inverse[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_at[:, None] + offs_c[None, :], out, mask=alive[:, None])
@@ -196,6 +199,7 @@ def packed_attention(
     if tiles == 0:
         return out, lse
     to, to_lse = plan.targets(out, lse)
+    shape = {"H": num_heads, "C": rank, "R": q_rope.shape[2], "G": latent_cache.shape[1]}
     packed_kernel[(tiles, part.num_requests, plan.num_splits)](
         to,
         to_lse,
@@ -216,10 +220,7 @@ def packed_attention(
         *q_latent.stride()[:2],
         *q_rope.stride()[:2],
         latent_cache.stride(0),
-        H=num_heads,
-        C=rank,
-        R=q_rope.shape[2],
-        G=latent_cache.shape[1],
+        **shape,
         BLOCK_M=entry.block_m,
         BLOCK_N=entry.block_n,
         STAGES=entry.num_stages,
