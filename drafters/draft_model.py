@@ -18,7 +18,7 @@ from specmla import (
     DraftProposal,
     RequestKind,
     RequestRows,
-    SamplingBatch,
+    SamplingCache,
     Stream,
     build_step,
     processed_probs,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         DeepseekForCausalLM,
         DraftRequest,
         RequestResult,
-        SamplingParams,
     )
 
 
@@ -72,7 +71,7 @@ class DraftModelDrafter:
         self.cache, self.blocks, self.builder = wired.cache, wired.blocks, wired.builder
         self._tokens: dict[Hashable, array[int]] = {}
         self._drafted: dict[Hashable, tuple[int, int]] = {}
-        self._sampling: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
+        self._sampling = SamplingCache(self.builder.device)
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         """Draft `num_drafts` tokens for each request, drawn from the reported distribution.
@@ -163,7 +162,7 @@ class DraftModelDrafter:
         if probs is None:
             tokens[sent["rows"], step] = logits.argmax(dim=-1)
             return
-        batch = self._sampling_batch(requests)
+        batch = self._sampling.get(r.sampling for r in requests)
         drawn_from = processed_probs(logits[:, None], batch).probs[:, 0]
         key = torch.full_like(sent["anchors"][:1], step)
         u = uniforms(batch.seeds, sent["anchors"], key, Stream.DRAFT)[:, 0]
@@ -180,9 +179,3 @@ class DraftModelDrafter:
     def _next_row(self, r: DraftRequest, step: int) -> RequestRows:
         pages = self.blocks.block_ids(r.request_id)
         return RequestRows(RequestKind.VERIFY, 1, len(r.tokens) + step, pages)
-
-    def _sampling_batch(self, requests: Sequence[DraftRequest]) -> SamplingBatch:
-        params = tuple(r.sampling for r in requests)
-        if self._sampling is None or self._sampling[0] != params:
-            self._sampling = (params, SamplingBatch.build(params, self.builder.device))
-        return self._sampling[1]

@@ -35,12 +35,13 @@ from specmla.metadata import (
 from specmla.models.config import DeepseekConfig
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.weights import load_checkpoint, save_checkpoint
-from specmla.query import QueryLenSupport, reshape_query_for_spec_decode
+from specmla.query import QueryLenSupport, pad_heads, reshape_query_for_spec_decode
 from specmla.reference import merge_attention_states
 from specmla.staging import send_arrays
 from specmla.verify.draw import sample
 from specmla.verify.proposal import Drafter, DraftProposal, DraftRequest, RequestResult
 from specmla.verify.sampling import SamplingBatch, SamplingParams, processed_probs
+from specmla.verify.sampling_cache import SamplingCache
 from specmla.verify.stats import AcceptanceStats
 from specmla.verify.step import VerifyStep
 from specmla.verify.streams import Stream, uniforms
@@ -78,6 +79,7 @@ __all__ = [
     "RequestRows",
     "Requirements",
     "SamplingBatch",
+    "SamplingCache",
     "SamplingParams",
     "SpecMLAError",
     "StepMetadata",
@@ -92,6 +94,7 @@ __all__ = [
     "get_backend",
     "load_checkpoint",
     "merge_attention_states",
+    "pad_heads",
     "pad_vocab",
     "processed_probs",
     "reshape_query_for_spec_decode",

@@ -14,27 +14,27 @@ overwritten by later ones.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from numbers import Integral
 
 from torch import Tensor
 
 from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
+from specmla.cache.copies import fill_copies
 from specmla.cache.latent import LatentCache
 from specmla.errors import ArgumentError, NumericsError, require
 from specmla.verify.accept import RULES
 from specmla.verify.judge import Verdict, judge, logits_problems
 from specmla.verify.pending import (
     batch_problems,
-    name_problems,
     new_rows,
     pair_drafts,
     plan_request,
 )
 from specmla.verify.plan import PlannedRequest, StepPlan, build_plan
 from specmla.verify.proposal import DraftProposal, DraftRequest, RequestResult
-from specmla.verify.requests import RequestState
-from specmla.verify.sampling import SamplingBatch, SamplingParams
+from specmla.verify.sampling import SamplingParams
+from specmla.verify.sampling_cache import SamplingCache
+from specmla.verify.table import RequestTable
 from specmla.verify.vocab import check_vocab
 from specmla.verify.wiring import wiring_problems
 
@@ -75,18 +75,18 @@ class VerifyStep:
         self.cache, self.blocks, self.builder = cache, blocks, builder
         self.vocab_size, self.max_seq_len, self.rule = vocab_size, max_seq_len, rule
         self.allow_vocab_mismatch = allow_vocab_mismatch
-        self._states: dict[Hashable, RequestState] = {}
-        self._sampling: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
+        self._table = RequestTable(vocab_size, max_seq_len)
+        self._sampling = SamplingCache(builder.device)
         self._open: StepPlan | None = None
 
     @property
     def active(self) -> tuple[Hashable, ...]:
         """Requests that have not finished, in order of arrival."""
-        return tuple(self._states)
+        return tuple(self._table)
 
     def tokens(self, request_id: Hashable) -> Sequence[int]:
         """Committed tokens of a request, prompt first (read-only)."""
-        return self._state(request_id).tokens
+        return self._table[request_id].tokens
 
     def add(self, request_id: Hashable, prompt: Sequence[int], sampling: SamplingParams) -> int:
         """Register a request; give the number of prompt tokens found in the prefix cache.
@@ -96,36 +96,36 @@ class VerifyStep:
                 the vocabulary.
             ArgumentTypeError: a prompt that is no sequence of integers.
         """
-        require(name_problems("request_id", (request_id,)), "VerifyStep.add")
-        if request_id in self._states:
-            raise ArgumentError(f"request_id {request_id!r} is in use; accepted is a new name")
-        state = RequestState(
-            request_id,
-            prompt,
-            sampling,
-            vocab_size=self.vocab_size,
-            max_seq_len=self.max_seq_len,
-        )
+        state = self._table.make(request_id, prompt, sampling)
         matched = self.blocks.add(request_id, state.tokens)
-        self._states[request_id] = state
+        self._table.put(state)
         return matched
+
+    def fork(self, parent_id: Hashable, child_id: Hashable, sampling: SamplingParams) -> None:
+        """Go on from a request in a second way; its pages are shared until one is written.
+
+        Raises:
+            ArgumentError: an unknown parent, or one in the planned step; a child's name in use.
+        """
+        parent = self._table[parent_id]
+        self._refuse_planned(parent_id)
+        state = self._table.make(child_id, parent.tokens, sampling)
+        self.blocks.fork(parent_id, child_id)
+        self._table.put(state)
 
     def remove(self, request_id: Hashable) -> None:
         """Drop a request (finished ones leave by themselves) and give its pages back."""
-        self._state(request_id)
-        if self._open is not None and request_id in {r.request_id for r in self._open.requests}:
-            raise ArgumentError(
-                f"request_id {request_id!r} is part of the planned step; commit or cancel it first"
-            )
+        self._table[request_id]
+        self._refuse_planned(request_id)
         self.blocks.free(request_id)
-        del self._states[request_id]
+        del self._table[request_id]
 
     def drop(self, request_ids: Iterable[Hashable]) -> None:
         """Forget requests, whatever happens to them; a planned step that holds one is cancelled.
 
         Names that are not active are ignored: this is the clean-up after an error.
         """
-        names = [name for name in request_ids if name in self._states]
+        names = [name for name in request_ids if name in self._table]
         if self._open is not None and any(r.request_id in names for r in self._open.requests):
             self.cancel(self._open)
         for name in names:
@@ -149,20 +149,12 @@ class VerifyStep:
         Args:
             num_drafts: wanted drafts, for all requests or by request (absent: 0).
             request_ids: all active ones if None.
+
+        Raises:
+            ArgumentError: unknown names, counts that are no integers of 0 or more.
         """
-        wanted = []
-        for request_id in self._states if request_ids is None else request_ids:
-            state = self._state(request_id)
-            if len(state.tokens) - self.blocks.length(request_id) != 1:
-                continue
-            given = num_drafts.get(request_id, 0) if isinstance(num_drafts, Mapping) else num_drafts
-            if not isinstance(given, int | Integral) or given < 0:
-                raise ArgumentError(
-                    f"num_drafts is {given!r} for {request_id!r}, accepted are integers >= 0"
-                )
-            count = min(int(given), state.draft_limit)
-            wanted.append(DraftRequest(request_id, state.tokens, count, state.sampling))
-        return wanted
+        names = list(self._table if request_ids is None else request_ids)
+        return self._table.draft_requests(num_drafts, names, self.blocks.length)
 
     def plan(
         self,
@@ -186,36 +178,42 @@ class VerifyStep:
             PoolFullError: too few pages; nothing was reserved.
         """
         found = ["the last planned step was neither committed nor cancelled"] if self._open else []
-        names = list(self._states) if request_ids is None else list(request_ids)
+        names = list(self._table) if request_ids is None else list(request_ids)
         found += batch_problems(names, proposal)
         require(found, "VerifyStep.plan")
         if proposal is not None and proposal.probs is not None:
             self.check_drafter(proposal.probs.shape[-1])
         planned = [
-            plan_request(self._state(name), self.blocks.length(name), *drafts)
+            plan_request(self._table[name], self.blocks.length(name), *drafts)
             for name, drafts in pair_drafts(names, proposal)
         ]
         copies = self.blocks.reserve({r.request_id: len(r.pending) + r.num_drafts for r in planned})
         try:
-            if copies:
-                self.cache.copy_pages(copies)
-            metadata = self.builder.build(
-                [new_rows(r, self.blocks.block_ids(r.request_id)) for r in planned]
-            )
-            ordered = [planned[i] for i in metadata.order]
-            plan = build_plan(
-                ordered,
-                metadata,
-                proposal,
-                self._sampling_batch(ordered),
-                vocab_size=self.vocab_size,
-                device=self.builder.device,
-            )
+            self._open = self._build(planned, copies, proposal)
         except BaseException:
             self._release(planned)
             raise
-        self._open = plan
-        return plan
+        return self._open
+
+    def _build(
+        self,
+        planned: Sequence[PlannedRequest],
+        copies: Sequence[tuple[int, int]],
+        proposal: DraftProposal | None,
+    ) -> StepPlan:
+        fill_copies(self.cache, self.blocks, copies, [r.request_id for r in planned])
+        metadata = self.builder.build(
+            [new_rows(r, self.blocks.block_ids(r.request_id)) for r in planned]
+        )
+        ordered = [planned[i] for i in metadata.order]
+        return build_plan(
+            ordered,
+            metadata,
+            proposal,
+            self._sampling.get(self._table[r.request_id].sampling for r in ordered),
+            vocab_size=self.vocab_size,
+            device=self.builder.device,
+        )
 
     def verify(self, plan: StepPlan, logits: Tensor) -> Verdict:
         """Judge the drafts; nothing waits for the device.
@@ -254,13 +252,13 @@ class VerifyStep:
         self._open = None
         results = []
         for request, decision in zip(plan.requests, decided, strict=True):
-            state = self._states[request.request_id]
+            state = self._table[request.request_id]
             emitted, reason = state.emit(decision.tokens)
             # All but the new anchor have a true row: prompt, old anchor, accepted drafts.
             self.blocks.commit(request.request_id, len(state.tokens) - 1, state.tokens)
             if reason is not None:
                 self.blocks.free(request.request_id)
-                del self._states[request.request_id]
+                del self._table[request.request_id]
             results.append(
                 RequestResult(
                     request.request_id,
@@ -280,20 +278,12 @@ class VerifyStep:
         self._open = None
         self._release(plan.requests)
 
-    def _state(self, request_id: Hashable) -> RequestState:
-        if request_id not in self._states:
+    def _refuse_planned(self, request_id: Hashable) -> None:
+        if self._open is not None and request_id in {r.request_id for r in self._open.requests}:
             raise ArgumentError(
-                f"request_id {request_id!r} is unknown; active are {list(self._states)[:16]}"
+                f"request_id {request_id!r} is part of the planned step; commit or cancel it first"
             )
-        return self._states[request_id]
 
     def _release(self, planned: Iterable[PlannedRequest]) -> None:
         for r in planned:
             self.blocks.roll_back(r.request_id, self.blocks.length(r.request_id))
-
-    def _sampling_batch(self, ordered: Sequence[PlannedRequest]) -> SamplingBatch:
-        """Re-use the device tensors while the same requests run in the same order."""
-        params = tuple(self._states[r.request_id].sampling for r in ordered)
-        if self._sampling is None or self._sampling[0] != params:
-            self._sampling = (params, SamplingBatch.build(params, self.builder.device))
-        return self._sampling[1]

@@ -171,3 +171,59 @@ def test_a_name_used_again_takes_its_new_parameters():
     plan = step.plan()
     assert not plan.sampling.all_greedy
     step.cancel(plan)
+
+
+def test_fork_shares_pages_until_one_is_written():
+    step = make_step(num_pages=12)
+    prefilled(step, "a", length=6)
+    rows = torch.arange(8 * 12.0).view(8, 12)
+    step.cache.store(0, rows[:6, :8], rows[:6, 8:], slots_of(step, "a", 6))
+    free = step.blocks.num_free
+    step.fork("a", "b", SamplingParams(max_tokens=9, seed=1))
+    assert step.blocks.num_free == free
+    plan = step.plan(propose(step, {"a": [2], "b": [3, 4]}))
+    step.blocks.check_integrity()
+    # The shared tail was copied before either request writes into it.
+    for name in ("a", "b"):
+        held = step.cache.gather(0, slots_of(step, name, 6))
+        assert torch.equal(held, rows[:6])
+    assert step.blocks.block_ids("a")[1] != step.blocks.block_ids("b")[1]
+    step.commit(plan, step.verify(plan, logits_for(plan, [2, 5, 9, 1, 1])))
+    assert list(step.tokens("a")) == [1] * 6 + [7, 2, 5]
+    assert list(step.tokens("b")) == [1] * 6 + [7, 9]
+    with pytest.raises(ArgumentError, match="in use"):
+        step.fork("a", "b", SamplingParams())
+
+
+def test_a_failed_page_copy_costs_rows_but_no_truth(monkeypatch):
+    step = make_step(num_pages=12)
+    prefilled(step, "a", length=6)
+    step.fork("a", "b", SamplingParams(seed=1))
+
+    def fail(pairs):
+        raise OSError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step.cache, "copy_pages", fail)
+        with pytest.raises(OSError, match="out of luck"):
+            step.plan()
+    step.blocks.check_integrity()
+    assert sorted(step.blocks.length(n) for n in "ab") == [4, 6]
+    plan = step.plan()  # the rows that were not copied are pending again
+    assert sum(r.is_prompt for r in plan.requests) == 1
+
+
+def slots_of(step, name: str, count: int) -> torch.Tensor:
+    pages, size = step.blocks.block_ids(name), step.blocks.page_size
+    return torch.tensor([pages[i // size] * size + i % size for i in range(count)])
+
+
+def test_drafts_after_a_padded_one_are_not_counted():
+    """A -1 inside a request's count ends its drafts there (BL-29)."""
+    step = make_step()
+    prefilled(step, "a")
+    proposal = DraftProposal(("a",), (3,), torch.tensor([[5, -1, 7]]))
+    plan = step.plan(proposal)
+    (result,) = step.commit(plan, step.verify(plan, logits_for(plan, [5, 15, 15, 15])))
+    assert result.new_tokens == (5, 15)
+    assert (result.num_drafts, result.num_accepted) == (1, 1)
