@@ -60,8 +60,7 @@ def _verify() -> str:
         "1 to 8 rows). Kernel and merge together, CUDA-graph replay, cold L2, medians, checked "
         "against float64 first. TB/s counts each cache row once; MiB is peak scratch.\n\n"
         + _table(header, rows)
-        + "\n\n`python -m specmla.bench verify --batch 32q4s8k --heads 16 --impl triton rows --json "
-        "FILE`"
+        + "\n\n`python -m specmla.bench verify --batch 32q4s8k --heads 16 --impl triton rows`"
     )
 
 
@@ -94,7 +93,7 @@ def _loop() -> str:
                 f"{row['distinct_4gram_ratio']:.2f}",
                 f"{row['looping']} of {row['continuations']}",
                 f"{row['tokens_per_s']:.0f}",
-                f"{row['tokens_per_s'] / plain[row['temperature']]:.2f}×",
+                f"{row['tokens_per_s'] / plain[row['temperature']]:.2f}x",
             ]
         )
     header = ["drafter", "T", "tokens_per_step", "mean_acceptance_length", "draft_acceptance_rate"]
@@ -116,7 +115,7 @@ def _training() -> str:
     greedy, sampled = draft["greedy"], draft["temperature_1"]
     return (
         f"**Training** ({found['environment']['device']}, {found['seconds']:.0f} s in all): target "
-        f"of size {target['size']} (layers × width × heads × MLP), "
+        f"of size {target['size']} (layers x width x heads x MLP), "
         f"{target['tokens_seen'] / 1e6:.0f} M tokens, held-out loss "
         f"{target['held_out_loss']:.2f}; draft {name}. On {greedy['prompts']} prompts of modules "
         f"never trained on, K = 4: {greedy['tokens_per_step']:.2f} tokens a step greedy "
