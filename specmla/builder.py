@@ -30,6 +30,7 @@ class MetadataBuilder:
         kv_lora_rank: C, for the backend's plan.
         device: where the step runs.
         max_seq_len: longest sequence allowed.
+        dtype: of query and cache, for the backend's plan.
 
     Raises:
         ArgumentError: a size below 1; all of them are listed.
@@ -45,6 +46,7 @@ class MetadataBuilder:
         kv_lora_rank: int,
         device: torch.device | str,
         max_seq_len: int,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         sizes = {
             "page_size": page_size,
@@ -66,6 +68,7 @@ class MetadataBuilder:
         self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
         self.device = torch.device(device)
         self.max_seq_len = max_seq_len
+        self.dtype = dtype
 
     def build(
         self, requests: Sequence[RequestRows], mask: DraftMask = DraftMask.CAUSAL
@@ -166,9 +169,11 @@ class MetadataBuilder:
                 max_query_len=max(lens),
                 max_seq_len=max(r.seq_len for r in requests),
                 page_size=self.page_size,
+                num_pages=self.num_pages,
             ),
             num_heads=self.num_heads,
             kv_lora_rank=self.kv_lora_rank,
+            dtype=self.dtype,
         )
 
 

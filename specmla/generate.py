@@ -65,6 +65,7 @@ def build_step(
         kv_lora_rank=attention.kv_lora_rank,
         device=weight.device,
         max_seq_len=limit,
+        dtype=weight.dtype,
     )
     cache = LatentCache(
         config.num_layers,

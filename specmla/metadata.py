@@ -66,6 +66,8 @@ class VerifyPart:
         query_lens: rows of each request, on the host.
         max_query_len, max_seq_len: host bounds.
         page_size: G.
+        num_pages: the ids of the table are below it, so the cache must have as many pages; 0 if
+            nobody checked.
         plan: what the backend prepared for this step (splits, scratch), shared by all layers.
     """
 
@@ -81,6 +83,7 @@ class VerifyPart:
     max_query_len: int
     max_seq_len: int
     page_size: int
+    num_pages: int = 0
     plan: Any = None
 
     @property

@@ -127,8 +127,20 @@ class AttentionBackend(abc.ABC):
         """List why this backend can't run on this machine at all (a missing package, no GPU)."""
         return []
 
-    def plan(self, part: VerifyPart, *, num_heads: int, kv_lora_rank: int) -> VerifyPart:
-        """Prepare what all layers of a step share; gives `part` back, its `plan` filled in."""
+    def plan(
+        self,
+        part: VerifyPart,
+        *,
+        num_heads: int,
+        kv_lora_rank: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> VerifyPart:
+        """Prepare what all layers of a step share; gives `part` back, its `plan` filled in.
+
+        Args:
+            part: the verify rows.
+            num_heads: H. kv_lora_rank: C. dtype: that of query and cache.
+        """
         return part
 
     @abc.abstractmethod

@@ -39,7 +39,14 @@ class ReferenceBackend(AttentionBackend):
     def __init__(self) -> None:
         self._scratch = CpuScratch()
 
-    def plan(self, part: VerifyPart, *, num_heads: int, kv_lora_rank: int) -> VerifyPart:
+    def plan(
+        self,
+        part: VerifyPart,
+        *,
+        num_heads: int,
+        kv_lora_rank: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> VerifyPart:
         """Compute the gather indices and the mask of a step; nothing waits for the device."""
         return dataclasses.replace(part, plan=build_gather_plan(part, num_heads))
 

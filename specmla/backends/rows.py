@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from specmla.backends.base import AttentionBackend, AttentionOutput, Capabilities, Requirements
+from specmla.backends.base import AttentionOutput, Capabilities
+from specmla.backends.triton_base import TritonKernelsBackend
 from specmla.errors import require
 from specmla.kernels import inputs
 from specmla.kernels.launch import (
-    LaunchEntry,
     choose_num_splits,
     describe_device,
     find_entry,
@@ -22,10 +22,10 @@ from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
 
 if TYPE_CHECKING:
-    from specmla.metadata import PrefillPart, VerifyPart
+    from specmla.metadata import VerifyPart
 
 
-class RowsBackend(AttentionBackend):
+class RowsBackend(TritonKernelsBackend):
     """Attends by the row kernel through the metadata's row tables; reads the cache once a row.
 
     The form that single-token decode kernels impose on a verify: a fallback and a cross-check.
@@ -49,34 +49,20 @@ class RowsBackend(AttentionBackend):
         summary="each row a single-token decode: the cache is read once a row",
     )
 
-    def __init__(self, num_splits: int | None = None, config: LaunchEntry | None = None) -> None:
-        require(
-            [f"num_splits is {num_splits}, accepted are None and values >= 1"]
-            if num_splits is not None and num_splits < 1
-            else [],
-            "RowsBackend",
-        )
-        self.num_splits, self.config = num_splits, config
-
-    def unavailable(self) -> list[str]:
-        """Report a missing triton package."""
-        found = importlib.util.find_spec("triton") is not None
-        return [] if found else ["the package triton is not installed"]
-
-    def problems(self, need: Requirements) -> list[str]:
-        """List what is in the way, the interpreter's limits on a CPU included."""
-        found = super().problems(need)
-        if self.unavailable():
-            return found
-        from specmla.kernels.prims import INTERPRETED
-
-        return found + inputs.device_problems(need.device, need.dtype, INTERPRETED)
-
-    def plan(self, part: VerifyPart, *, num_heads: int, kv_lora_rank: int) -> VerifyPart:
+    def plan(
+        self,
+        part: VerifyPart,
+        *,
+        num_heads: int,
+        kv_lora_rank: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> VerifyPart:
         """Choose the splits of a step and reserve their scratch, shared by all layers."""
         device = part.seq_lens.device
         found = describe_device(device)
-        entry = self.config or find_entry("rows", found.arch, num_heads, 2, part.page_size)
+        entry = self.config or find_entry(
+            "rows", found.arch, num_heads, dtype.itemsize, part.page_size
+        )
         programs = -(-num_heads // entry.block_m) * part.num_rows
         steps = -(-part.max_seq_len // entry.block_n)
         slots = found.num_sms * entry.programs_per_sm
@@ -112,8 +98,8 @@ class RowsBackend(AttentionBackend):
         entry = self.config or find_entry(
             "rows", arch, q_latent.shape[1], q_latent.element_size(), part.page_size
         )
-        return AttentionOutput(
-            *rows_attention(
+        with torch.cuda.device_of(q_latent):
+            out, lse = rows_attention(
                 q_latent,
                 q_rope,
                 latent_cache,
@@ -123,29 +109,4 @@ class RowsBackend(AttentionBackend):
                 entry,
                 softmax_scale,
             )
-        )
-
-    def forward_mha(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        part: PrefillPart,
-        *,
-        softmax_scale: float,
-        causal: bool = True,
-    ) -> AttentionOutput:
-        """Attend prompt rows over up-projected keys; see `AttentionBackend.forward_mha`.
-
-        Raises:
-            ArgumentError: shapes, dtypes or strides that can't be taken; all are listed.
-        """
-        from specmla.kernels.prefill import find_prefill_entry, prefill_attention
-
-        require(inputs.mha_problems(query, key, value, part), "RowsBackend.forward_mha")
-        entry = find_prefill_entry(query, value)
-        return AttentionOutput(
-            *prefill_attention(
-                query, key, value, part, entry, softmax_scale=softmax_scale, causal=causal
-            )
-        )
+        return AttentionOutput(out, lse)

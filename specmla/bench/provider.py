@@ -57,6 +57,7 @@ class BackendProvider:
             kv_lora_rank=spec.kv_lora_rank,
             device=spec.device,
             max_seq_len=max(r.seq_len for r in case.requests),
+            dtype=spec.dtype,
         )
         part = builder.build(case.requests, spec.mask).verify
         assert part is not None

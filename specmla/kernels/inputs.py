@@ -43,7 +43,13 @@ def mqa_problems(
     q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, part: VerifyPart
 ) -> list[str]:
     """List every shape, dtype, stride or plan that `forward_mqa` can't take."""
-    found = []
+    found = [
+        f"{name} has no axes, accepted are three"
+        for name, t in (("q_latent", q_latent), ("q_rope", q_rope), ("latent_cache", latent_cache))
+        if t.dim() == 0
+    ]
+    if found:
+        return found
     rank, rope = q_latent.shape[-1], q_rope.shape[-1]
     if q_latent.dim() != 3 or q_latent.shape[0] != part.num_rows or rank not in RANKS:
         found.append(
@@ -64,6 +70,11 @@ def mqa_problems(
         found.append(
             f"latent_cache has strides {latent_cache.stride()}, accepted are rows contiguous in a "
             f"page: (any, {rank + rope}, 1)"
+        )
+    elif latent_cache.shape[0] < part.num_pages:
+        found.append(
+            f"latent_cache has {latent_cache.shape[0]} pages, accepted are {part.num_pages} or "
+            "more: the block table was checked against that many"
         )
     if part.page_size % PAGE_MULTIPLE:
         found.append(f"page_size is {part.page_size}, accepted are multiples of {PAGE_MULTIPLE}")

@@ -113,6 +113,7 @@ class VerifyCase:
             tables or self.tables(),
             num_heads=self.spec.num_heads,
             kv_lora_rank=self.spec.kv_lora_rank,
+            dtype=self.spec.dtype,
         )
 
     def attend(
