@@ -7,17 +7,35 @@ rotary scaling and the temperature m(s) = 0.1 s ln(factor) + 1.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from specmla.errors import ArgumentError, require
 
+MAX_SIZE = 2**31 - 1
+"""Largest count or size of a model; tables hold them in int32."""
+
 
 def read_field(source: Mapping[str, Any] | object, name: str, default: Any = None) -> Any:
     """Read `name` from a mapping or an object; a missing or null field gives `default`."""
     found = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
     return default if found is None else found
+
+
+def read_flag(source: Mapping[str, Any] | object, name: str, default: bool) -> bool:
+    """Read true or false; the string "false" is neither."""
+    found = read_field(source, name, default)
+    require([] if isinstance(found, bool) else [f"is {found!r}, accepted are true, false"], name)
+    return bool(found)
+
+
+def read_number(source: Mapping[str, Any] | object, name: str, default: float) -> float:
+    """Read a finite number."""
+    found = read_field(source, name, default)
+    require([] if is_finite(found) else [f"is {found!r}, accepted are finite numbers"], name)
+    return float(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +69,7 @@ class YarnScaling:
                 ("beta_fast", self.beta_fast),
                 ("beta_slow", self.beta_slow),
             )
-            if not _is_finite(value) or value <= 0
+            if not is_finite(value) or value <= 0
         ]
         reasons += [
             f"{name} is {value!r}, accepted are None and finite numbers >= 0"
@@ -60,7 +78,7 @@ class YarnScaling:
                 ("mscale_all_dim", self.mscale_all_dim),
                 ("attention_factor", self.attention_factor),
             )
-            if value is not None and (not _is_finite(value) or value < 0)
+            if value is not None and (not is_finite(value) or value < 0)
         ]
         require(reasons, "YarnScaling")
 
@@ -121,11 +139,11 @@ class MLAConfig:
         if self.q_lora_rank is not None:
             reasons += integer_problems(self, 1, "q_lora_rank")
         rope = self.qk_rope_head_dim
-        if not is_count(rope) or rope < 0 or rope % 2:
+        if not is_count(rope) or not 0 <= rope <= MAX_SIZE or rope % 2:
             reasons.append(f"qk_rope_head_dim is {rope!r}, accepted are even integers >= 0")
-        if not _is_finite(self.rope_theta) or self.rope_theta <= 1:
+        if not is_finite(self.rope_theta) or self.rope_theta <= 1:
             reasons.append(f"rope_theta is {self.rope_theta!r}, accepted are finite numbers > 1")
-        if not _is_finite(self.rms_norm_eps) or self.rms_norm_eps <= 0:
+        if not is_finite(self.rms_norm_eps) or self.rms_norm_eps <= 0:
             reasons.append(
                 f"rms_norm_eps is {self.rms_norm_eps!r}, accepted are finite numbers > 0"
             )
@@ -156,14 +174,8 @@ class MLAConfig:
         Raises:
             ArgumentError: a dimension is missing, or a value can't be served; all are listed.
         """
-        names = {
-            "hidden_size": "hidden_size",
-            "num_attention_heads": "num_heads",
-            "kv_lora_rank": "kv_lora_rank",
-            "qk_nope_head_dim": "qk_nope_head_dim",
-            "qk_rope_head_dim": "qk_rope_head_dim",
-            "v_head_dim": "v_head_dim",
-        }
+        same = ("hidden_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        names = {name: name for name in same} | {"num_attention_heads": "num_heads"}
         dims = {ours: read_field(source, theirs) for theirs, ours in names.items()}
         missing = [theirs for theirs, ours in names.items() if dims[ours] is None]
         require([f"{name} is missing" for name in missing], "MLAConfig.from_hf")
@@ -174,8 +186,8 @@ class MLAConfig:
             rope_theta=theta,
             rope_scaling=scaling,
             rms_norm_eps=read_field(source, "rms_norm_eps", 1e-6),
-            rope_interleave=bool(read_field(source, "rope_interleave", True)),
-            attention_bias=bool(read_field(source, "attention_bias", False)),
+            rope_interleave=read_flag(source, "rope_interleave", True),
+            attention_bias=read_flag(source, "attention_bias", False),
         )
 
 
@@ -186,7 +198,7 @@ def _read_rope(source: Mapping[str, Any] | object) -> tuple[float, YarnScaling |
         raise ArgumentError(
             f"MLAConfig.from_hf: the rotary settings are {rope!r}, accepted is a dict"
         )
-    theta = float(read_field(rope, "rope_theta", read_field(source, "rope_theta", 10000.0)))
+    theta = read_number(rope, "rope_theta", read_field(source, "rope_theta", 10000.0))
     kind = read_field(rope, "rope_type", read_field(rope, "type", "default"))
     reasons = []
     if kind not in ("default", "yarn"):
@@ -200,7 +212,8 @@ def _read_rope(source: Mapping[str, Any] | object) -> tuple[float, YarnScaling |
         return theta, None
     longest = read_field(source, "max_position_embeddings")
     original = read_field(rope, "original_max_position_embeddings", longest)
-    factor = read_field(rope, "factor", longest / original if longest and original else None)
+    can_divide = is_finite(longest) and is_finite(original) and original
+    factor = read_field(rope, "factor", longest / original if can_divide else None)
     return theta, YarnScaling(
         factor=factor,
         original_max_position_embeddings=original,
@@ -209,7 +222,7 @@ def _read_rope(source: Mapping[str, Any] | object) -> tuple[float, YarnScaling |
         mscale=read_field(rope, "mscale"),
         mscale_all_dim=read_field(rope, "mscale_all_dim"),
         attention_factor=read_field(rope, "attention_factor"),
-        truncate=bool(read_field(rope, "truncate", True)),
+        truncate=read_flag(rope, "truncate", True),
     )
 
 
@@ -222,11 +235,13 @@ def integer_problems(config: object, least: int, *names: str) -> list[str]:
     """List the fields `names` that are not integers of at least `least`."""
     values = {name: getattr(config, name) for name in names}
     return [
-        f"{name} is {value!r}, accepted are integers >= {least}"
+        f"{name} is {value!r}, accepted are integers >= {least} and below 2**31"
         for name, value in values.items()
-        if not is_count(value) or value < least
+        if not is_count(value) or not least <= value <= MAX_SIZE
     ]
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_finite(value: object) -> bool:
+    """Tell whether `value` is a number that a float can hold (a bool, NaN or infinity is not)."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]

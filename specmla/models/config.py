@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specmla.config import MLAConfig, integer_problems, is_count, read_field
+from specmla.config import (
+    MLAConfig,
+    integer_problems,
+    is_count,
+    read_field,
+    read_flag,
+    read_number,
+)
 from specmla.errors import ArgumentError, require
 from specmla.models.moe import MoEConfig
 
@@ -52,10 +59,19 @@ class DeepseekConfig:
             reasons.append(
                 f"architecture is {self.architecture!r}, accepted are {list(MODEL_TYPES)}"
             )
-        outside = [i for i in self.eos_token_ids if not 0 <= i < self.vocab_size]
+        if not reasons:
+            reasons = self._token_problems()
+        require(reasons, "DeepseekConfig")
+
+    def _token_problems(self) -> list[str]:
+        reasons = []
+        ids = self.eos_token_ids
+        outside = [i for i in ids if not is_count(i) or not 0 <= i < self.vocab_size]
         if outside:
             reasons.append(f"eos_token_ids {outside} are outside 0 .. {self.vocab_size - 1}")
-        require(reasons, "DeepseekConfig")
+        if self.bos_token_id is not None and not is_count(self.bos_token_id):
+            reasons.append(f"bos_token_id is {self.bos_token_id!r}, accepted is an integer or None")
+        return reasons
 
     def is_moe_layer(self, layer_id: int) -> bool:
         """Tell whether decoder layer `layer_id` has experts."""
@@ -75,8 +91,11 @@ class DeepseekConfig:
             found = read_field(source, name, accepted)
             if found != accepted:
                 reasons.append(f"{name} is {found!r}, accepted is {accepted!r}")
-        require(reasons, "DeepseekConfig.from_hf")
         eos = read_field(source, "eos_token_id", ())
+        eos = (eos,) if is_count(eos) else eos
+        if not isinstance(eos, list | tuple):
+            reasons.append(f"eos_token_id is {eos!r}, accepted are an integer and a list of them")
+        require(reasons, "DeepseekConfig.from_hf")
         mtp = read_field(
             source, "num_nextn_predict_layers", read_field(source, "num_mtp_layers", 0)
         )
@@ -88,8 +107,8 @@ class DeepseekConfig:
             max_position_embeddings=read_field(source, "max_position_embeddings"),
             architecture=architecture,
             moe=_read_moe(source, architecture),
-            tie_word_embeddings=bool(read_field(source, "tie_word_embeddings", False)),
-            eos_token_ids=(eos,) if is_count(eos) else tuple(eos),
+            tie_word_embeddings=read_flag(source, "tie_word_embeddings", False),
+            eos_token_ids=tuple(eos),
             bos_token_id=read_field(source, "bos_token_id"),
             num_mtp_layers=mtp,
         )
@@ -136,7 +155,8 @@ def _architecture(source: Mapping[str, Any] | object) -> str:
     if not named:
         model_type = read_field(source, "model_type")
         named = [name for name, kind in MODEL_TYPES.items() if kind == model_type] or [model_type]
-    found = [name for name in named if name in MODEL_TYPES]
+    named = named if isinstance(named, list | tuple) else [named]
+    found = [name for name in named if isinstance(name, str) and name in MODEL_TYPES]
     if not found:
         raise ArgumentError(
             f"DeepseekConfig.from_hf: architectures is {named}, accepted are {list(MODEL_TYPES)}"
@@ -149,7 +169,7 @@ def _read_moe(source: Mapping[str, Any] | object, architecture: str) -> MoEConfi
     layers = read_field(source, "num_hidden_layers")
     experts = read_field(source, "n_routed_experts")
     first = read_field(source, "first_k_dense_replace", 0)
-    if experts is None or first >= layers:
+    if experts is None or (is_count(first) and is_count(layers) and first >= layers):
         return None
     v3 = architecture == "DeepseekV3ForCausalLM"
     missing = [
@@ -169,6 +189,6 @@ def _read_moe(source: Mapping[str, Any] | object, architecture: str) -> MoEConfi
         scoring_func=read_field(source, "scoring_func", "sigmoid" if v3 else "softmax"),
         n_group=read_field(source, "n_group", 1),
         topk_group=read_field(source, "topk_group", 1),
-        norm_topk_prob=bool(read_field(source, "norm_topk_prob", v3)),
-        routed_scaling_factor=float(read_field(source, "routed_scaling_factor", 1.0)),
+        norm_topk_prob=read_flag(source, "norm_topk_prob", v3),
+        routed_scaling_factor=read_number(source, "routed_scaling_factor", 1.0),
     )

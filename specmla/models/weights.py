@@ -53,11 +53,10 @@ def load_checkpoint(
         raise ArgumentError(f"load_checkpoint: dtype is {dtype}, accepted are floating types")
     folder = Path(directory)
     config = read_config(folder)
-    with torch.device("meta"):
-        model = DeepseekForCausalLM(config)
-    wanted = model.state_dict()
     shards = _find_shards(folder)
     headers = {name: _read_header(folder / name) for name in sorted(set(shards))}
+    model = _build_empty(folder, config, headers)
+    wanted = model.state_dict()
     sources = _match(folder, wanted, headers, config)
     state: dict[str, Tensor] = {}
     dtype = dtype or headers[sources["model.embed_tokens.weight"]]["model.embed_tokens.weight"][1]
@@ -107,7 +106,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing or not a file")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, accepted is a JSON object")
@@ -145,6 +144,36 @@ def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         ) from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is truncated or corrupt: {error}") from error
+
+
+def _build_empty(
+    folder: Path,
+    config: DeepseekConfig,
+    headers: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+) -> DeepseekForCausalLM:
+    """Build the model without memory, unless the files can't hold its layers and experts: a count
+    of 10**9 would be built one by one."""
+    tensors = [shape for header in headers.values() for shape, _ in header.values()]
+    least, moe = config.num_layers, config.moe
+    if moe is not None and least <= len(tensors):
+        least += moe.n_routed_experts * sum(map(moe.is_moe_layer, range(config.num_layers)))
+    rope, widest = (
+        config.attention.qk_rope_head_dim,
+        max(map(max, filter(None, tensors)), default=0),
+    )
+    if least > len(tensors) or rope > widest:
+        raise CheckpointError(
+            f"{folder}: {CONFIG} asks for {least} tensors or more and {rope} rotated values, the "
+            f"files hold {len(tensors)}, none wider than {widest}"
+        )
+    try:
+        with torch.device("meta"):
+            return DeepseekForCausalLM(config)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{folder}: {CONFIG} has sizes no tensor can have: {reason}"
+        ) from error
 
 
 _DTYPES = {

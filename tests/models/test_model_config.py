@@ -133,3 +133,33 @@ def test_dense_models(dense: dict[str, Any]) -> None:
 def test_what_cannot_be_served(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         DeepseekConfig.from_hf(V3 | changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("architectures", v) for v in (1, [[1]], True)),
+        *(("num_hidden_layers", v) for v in ("61", [61], 2**31)),
+        *(("vocab_size", v) for v in ("129280", [1], 10**30)),
+        *(("max_position_embeddings", v) for v in ("163840", [1], 10**400)),
+        *(("rope_theta", v) for v in ("1e4", [1], 10**400)),
+        ("rms_norm_eps", 10**400),
+        *(("eos_token_id", v) for v in ("a", 1.5, True, ["a"], [None], {"a": 1})),
+        ("bos_token_id", "a"),
+        *(("first_k_dense_replace", v) for v in ("3", [3], {})),
+        *(("routed_scaling_factor", v) for v in ("2.5", [1], float("nan"), 10**400)),
+        # A string is true: "false" would tie the head or add a bias.
+        *((flag, "false") for flag in ("tie_word_embeddings", "norm_topk_prob", "attention_bias")),
+        ("rope_interleave", "false"),
+        *(("rope_scaling", V3["rope_scaling"] | {"factor": v}) for v in ("40", 10**400)),
+        (
+            "rope_scaling",
+            V3["rope_scaling"] | {"original_max_position_embeddings": "4096"},
+        ),
+    ],
+)
+def test_values_of_other_types_are_refused_by_name(name: str, value: Any) -> None:
+    what = "factor|original_max_position" if name == "rope_scaling" else name
+    ours = {"num_hidden_layers": "num_layers"}.get(name, name)
+    with pytest.raises(ArgumentError, match=f"{what}|{ours}"):
+        DeepseekConfig.from_hf(V3 | {name: value})
