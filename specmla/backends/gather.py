@@ -46,7 +46,7 @@ class GatherPlan:
         num_pages, page_size, width = latent_cache.shape
         page_stride, row_stride, column_stride = latent_cache.stride()
         shape = (self.bias.shape[0], self.bias.shape[2], width)
-        if page_stride % row_stride:
+        if not row_stride or page_stride % row_stride:
             return latent_cache[self.page, self.offset].view(shape)
         # Selecting rows of one matrix is several times faster than indexing by page and offset.
         steps = page_stride // row_stride

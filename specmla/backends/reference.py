@@ -158,8 +158,10 @@ def _mha_block(
 def _mqa_problems(
     q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, part: VerifyPart
 ) -> list[str]:
-    found = []
-    if q_latent.dim() != 3 or q_latent.shape[0] != part.num_rows:
+    found = _tensor_problems(q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache)
+    if q_latent.dim() == 0 or q_rope.dim() == 0:
+        return [*found, "q_latent and q_rope have no dimension, accepted are three"]
+    if q_latent.dim() != 3 or q_latent.shape[0] != part.num_rows or not q_latent.shape[1]:
         found.append(f"q_latent is {tuple(q_latent.shape)}, accepted is [T={part.num_rows}, H, C]")
     if q_rope.dim() != 3 or q_rope.shape[:2] != q_latent.shape[:2]:
         found.append(
@@ -171,12 +173,11 @@ def _mqa_problems(
             f"latent_cache is {tuple(latent_cache.shape)}, accepted is "
             f"[N, G={part.page_size}, C + R={width}]"
         )
-    if not q_latent.dtype == q_rope.dtype == latent_cache.dtype:
-        found.append(
-            f"dtypes are q_latent {q_latent.dtype}, q_rope {q_rope.dtype}, latent_cache "
-            f"{latent_cache.dtype}; accepted is one dtype"
-        )
-    if isinstance(part.plan, GatherPlan) and q_latent.shape[1] != part.plan.num_heads:
+    if (
+        isinstance(part.plan, GatherPlan)
+        and q_latent.dim() == 3
+        and q_latent.shape[1] != part.plan.num_heads
+    ):
         found.append(
             f"q_latent has {q_latent.shape[1]} heads, the step was planned for "
             f"{part.plan.num_heads}"
@@ -189,13 +190,27 @@ def _mqa_problems(
 
 def _mha_problems(query: Tensor, key: Tensor, value: Tensor, part: PrefillPart) -> list[str]:
     rows, keys = sum(part.query_lens), sum(part.seq_lens)
-    found = []
+    found = _tensor_problems(query=query, key=key, value=value)
     if query.dim() != 3 or query.shape[0] != rows:
         found.append(f"query is {tuple(query.shape)}, accepted is [T={rows}, H, P + R]")
     if key.shape != (keys, *query.shape[1:]):
         found.append(f"key is {tuple(key.shape)}, accepted is {(keys, *query.shape[1:])}")
     if value.dim() != 3 or value.shape[:2] != key.shape[:2]:
         found.append(f"value is {tuple(value.shape)}, accepted is {tuple(key.shape[:2])} + V")
-    if not query.dtype == key.dtype == value.dtype:
-        found.append(f"dtypes are {query.dtype}, {key.dtype}, {value.dtype}; accepted is one dtype")
+    return found
+
+
+def _tensor_problems(**tensors: Tensor) -> list[str]:
+    found: list[str] = []
+    accepted, first = ReferenceBackend.capabilities.dtypes, next(iter(tensors.values()))
+    if first.dtype in accepted and all(
+        t.dtype == first.dtype and t.device == first.device for t in tensors.values()
+    ):
+        return found
+    dtypes = {name: str(t.dtype) for name, t in tensors.items()}
+    if len(set(dtypes.values())) > 1 or first.dtype not in accepted:
+        found.append(f"dtypes are {dtypes}, accepted is one dtype of {[str(d) for d in accepted]}")
+    devices = {name: str(t.device) for name, t in tensors.items()}
+    if len(set(devices.values())) > 1:
+        found.append(f"devices are {devices}, accepted is one device")
     return found
