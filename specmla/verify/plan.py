@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specmla.metadata import StepMetadata
-from specmla.staging import send_arrays
+from specmla.staging import send, send_arrays
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.sampling import SamplingBatch
 from specmla.verify.vocab import pad_vocab
@@ -78,7 +78,7 @@ def build_plan(
     tokens, probs = sent["tokens"], None
     drafts = tokens.new_empty((len(requests), 0))
     if proposal is not None and width:
-        given = proposal.tokens.to(device, non_blocking=True)
+        given = send(proposal.tokens, device)
         # One cell more than the proposal has: what a request lacks is read from there.
         flat = torch.cat([given.reshape(-1), given.new_full((1,), -1)])
         source = sent["source"] + (sent["source"] < 0) * flat.shape[0]
@@ -104,7 +104,7 @@ def build_plan(
 
 def _ordered_probs(given: Tensor, source: Tensor, vocab_size: int) -> Tensor:
     """Rows of the proposal's distributions over the target's ids; of padding any row will do."""
-    moved = given.to(source.device, non_blocking=True)
+    moved = send(given, source.device)
     padded = pad_vocab(moved, vocab_size, allow_mismatch=True)
     return padded.flatten(0, 1).index_select(0, source)
 

@@ -39,7 +39,9 @@ def planned(case: VerifyCase, backend: AttentionBackend) -> VerifyPart:
         rows = decode_rows(part.row_extent, part.block_table, lens, part.num_rows)
         part = dataclasses.replace(part, rows=rows)
     spec = case.spec
-    return backend.plan(part, num_heads=spec.num_heads, kv_lora_rank=spec.kv_lora_rank)
+    return backend.plan(
+        part, num_heads=spec.num_heads, kv_lora_rank=spec.kv_lora_rank, dtype=spec.dtype
+    )
 
 
 def attend(case: VerifyCase, backend: AttentionBackend, part: VerifyPart) -> AttentionOutput:
