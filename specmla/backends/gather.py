@@ -70,6 +70,8 @@ def build_gather_plan(part: VerifyPart, num_heads: int) -> GatherPlan | None:
     """
     if not part.num_rows or not part.max_seq_len:
         return None
+    if _is_plain(part):
+        return _plain_plan(part, num_heads)
     row, is_row = _padded_rows(part)
     sees = _visible_keys(part, row, is_row)
     page, offset = _live_slots(part, sees)
@@ -89,6 +91,42 @@ def build_gather_plan(part: VerifyPart, num_heads: int) -> GatherPlan | None:
         no_keys=no_keys if may_have_none else None,
         padded_from=row.flatten() if is_padded else None,
         packed_from=_packed_rows(part) if is_padded else None,
+    )
+
+
+def _is_plain(part: VerifyPart) -> bool:
+    """Tell the common step on a CPU apart: chains or blocks of one length, from key 0 on."""
+    return (
+        part.row_start is None
+        and part.tree_bits is None
+        and part.num_rows == part.max_query_len * part.num_requests
+        and part.seq_lens.device.type == "cpu"
+    )
+
+
+def _plain_plan(part: VerifyPart, num_heads: int) -> GatherPlan:
+    """Compute what the general way would, by a third of the operations."""
+    key = torch.arange(part.max_seq_len)
+    extent = part.row_extent.view(part.num_requests, part.max_query_len, 1)
+    extent = torch.minimum(extent, part.seq_lens.view(-1, 1, 1))
+    longest = extent.amax(1)
+    at = torch.minimum(key, longest - 1).clamp_(min=0)
+    cell = at.div(part.page_size, rounding_mode="floor")
+    page = part.block_table.gather(1, cell).masked_fill_(longest <= 0, 0)
+    bias = torch.where(key < extent, 0.0, -torch.inf)
+    no_keys = (extent <= 0).squeeze(-1)
+    may_have_none = bool(no_keys.any())
+    if part.max_query_len > 1:
+        bias = bias.repeat_interleave(num_heads, dim=1)
+        no_keys = no_keys.repeat_interleave(num_heads, dim=1)
+    return GatherPlan(
+        num_heads=num_heads,
+        page=page.long().flatten(),
+        offset=(at - cell * part.page_size).flatten(),
+        bias=bias,
+        no_keys=no_keys if may_have_none else None,
+        padded_from=None,
+        packed_from=None,
     )
 
 
