@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import statistics
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -22,8 +21,8 @@ from rich.table import Table
 from drafters import DraftModelDrafter, NgramDrafter
 from specmla import AcceptanceStats, Drafter, SamplingParams
 from specmla.bench.environment import collect_env
-from specmla.cli.checkpoint import Pair, load_shipped_pair, parse_device
-from specmla.cli.run import Run, run_loop
+from specmla.cli.checkpoint import Pair, load_shipped_pair, parse_device, use_one_thread
+from specmla.cli.run import run_loop
 from specmla.verify.diversity import distinct_ngram_ratio
 
 LOOPING = 0.5
@@ -35,11 +34,20 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("-k", "--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=1, help="seeds a prompt at temperature 1")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        help="runs of each case: seeds at temperature 1, median speed",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    pair = load_shipped_pair(parse_device(options.device))
-    torch.manual_seed(0)
+    device = parse_device(options.device)
+    use_one_thread(device)
+    pair = load_shipped_pair(device)
+    measure(
+        pair, "draft_model", 0.0, argparse.Namespace(**vars(options) | {"repeats": 1})
+    )  # warm up
     rows = []
     cases = [(t, name) for t in (0.0, 1.0) for name in ("plain", "ngram", "draft_model")]
     for temperature, name in track(cases, description="drafters", console=Console(stderr=True)):
@@ -53,21 +61,20 @@ def main() -> None:
 def measure(
     pair: Pair, name: str, temperature: float, options: argparse.Namespace
 ) -> dict[str, object]:
-    """Continue all prompts with one drafter; statistics over continuations that don't loop."""
-    k = options.num_speculative_tokens
+    """Continue all prompts with one drafter, several times; greedy runs only differ in speed."""
     prompts = [pair.tokenizer.encode(text).ids for text in pair.prompts]
-    repeats = options.repeats if temperature else 1
     stats, runs = AcceptanceStats(), []
-    for seed in range(repeats):
+    for seed in range(options.repeats):
         sampling = [
-            SamplingParams(
-                temperature=temperature, seed=1000 * seed + i, max_tokens=options.max_tokens
-            )
+            SamplingParams(temperature, seed=1000 * seed + i, max_tokens=options.max_tokens)
             for i in range(len(prompts))
         ]
         drafter = make_drafter(name, pair, len(prompts) * options.max_tokens)
-        run = run_loop(pair.target, prompts, sampling, drafter, num_speculative_tokens=k)
-        runs.append(run)
+        k = options.num_speculative_tokens
+        runs.append(run_loop(pair.target, prompts, sampling, drafter, num_speculative_tokens=k))
+    speed = statistics.median(run.tokens_per_s for run in runs)
+    runs = runs if temperature else runs[:1]
+    for run in runs:
         for tokens, own in zip(run.tokens, run.stats_by_prompt, strict=True):
             if distinct_ngram_ratio(tokens) >= LOOPING:
                 stats.merge(own)
@@ -76,7 +83,7 @@ def measure(
         "drafter": name,
         "temperature": temperature,
         **stats.as_dict(),
-        "tokens_per_s": total(runs, lambda r: r.num_tokens) / total(runs, lambda r: r.seconds),
+        "tokens_per_s": speed,
         "distinct_4gram_ratio": sum(ratios) / len(ratios),
         "continuations": len(ratios),
         "looping": sum(r < LOOPING for r in ratios),
@@ -90,11 +97,6 @@ def make_drafter(name: str, pair: Pair, num_tokens: int) -> Drafter | None:
     if name == "draft_model":
         return DraftModelDrafter(pair.draft, num_pages=num_tokens // 64 + 8 * len(pair.prompts))
     return None
-
-
-def total(runs: list[Run], what: Callable[[Run], float]) -> float:
-    """Sum one figure over runs."""
-    return sum(what(run) for run in runs)
 
 
 def show(rows: list[dict[str, object]]) -> None:

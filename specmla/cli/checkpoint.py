@@ -43,6 +43,13 @@ def load_shipped_pair(device: torch.device, dtype: torch.dtype = torch.float32) 
     return Pair(target, draft, load_tokenizer(root / "target"), tuple(prompts))
 
 
+def use_one_thread(device: torch.device) -> None:
+    """Keep torch to one CPU thread: the shipped models are too small to share between cores, and
+    threads that wait for each other fall far behind as soon as anything else runs."""
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+
+
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Read `tokenizer.json`.
 

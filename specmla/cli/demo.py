@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from drafters import DraftModelDrafter, NgramDrafter
-from specmla.cli.checkpoint import Pair, load_shipped_pair, parse_device
+from specmla.cli.checkpoint import Pair, load_shipped_pair, parse_device, use_one_thread
 from specmla.cli.difference import FirstDifference, first_difference
 from specmla.cli.render import comparison_table, continuation
 from specmla.cli.run import Run, run_loop
@@ -48,6 +48,7 @@ def run_demo(options: DemoOptions) -> int:
             raise ArgumentError(f"plot is {str(options.plot)!r}, accepted is a file named *.png")
     console = Console(stderr=options.json)
     device = parse_device(options.device)
+    use_one_thread(device)
     pair = load_shipped_pair(device)
     prompts = [pair.tokenizer.encode(text).ids for text in pair.prompts]
     runs = _run_all(console, pair, prompts, options)

@@ -27,7 +27,7 @@ def continuation(
     text = Text(prompt, style="dim")
     pairs = zip(tokens, drafted, strict=True)
     for is_draft, group in groupby(pairs, key=lambda pair: pair[1]):
-        piece = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
+        piece = tokenizer.decode([token for token, _ in group], skip_special_tokens=True)
         text.append(piece, style="green" if is_draft else "bold")
     return text
 
@@ -48,10 +48,10 @@ def _figures(run: Run, plain: Run) -> dict[str, str]:
     stats = run.stats
     distinct = sum(distinct_ngram_ratio(t) for t in run.tokens) / len(run.tokens)
     return {
-        "tokens_per_step (all steps)": f"{stats.tokens_per_step:.2f}",
+        "tokens_per_step": f"{stats.tokens_per_step:.2f}",
         "mean_acceptance_length": f"{stats.mean_acceptance_length:.2f}",
         "draft_acceptance_rate": f"{stats.draft_acceptance_rate:.2f}",
-        "acceptance rate by position": _spaced(stats.acceptance_rate_per_position, ".2f"),
+        "rate by position": _spaced(stats.acceptance_rate_per_position, ".2f"),
         "acceptance_histogram": _spaced(stats.acceptance_histogram, "d"),
         "num_spec_steps": str(stats.num_spec_steps),
         "distinct 4-gram ratio": f"{distinct:.2f}",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from specmla.bench.figures import figures
 from specmla.cli.support import support_table
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,11 @@ def test_snippet(snippet):
 def test_support_table_is_what_the_backends_declare():
     shown = README.split("<!-- support-table -->")[1].split("<!-- /support-table -->")[0]
     assert shown.strip() == support_table()
+
+
+def test_figures_are_those_of_the_raw_results():
+    shown = README.split("<!-- figures -->")[1].split("<!-- /figures -->")[0]
+    assert shown.strip() == figures()
 
 
 def test_local_links_lead_somewhere():
