@@ -26,9 +26,16 @@ def _rows() -> AttentionBackend:
     return RowsBackend()
 
 
+def _hopper() -> AttentionBackend:
+    from specmla.backends.hopper import HopperBackend
+
+    return HopperBackend()
+
+
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "triton": _triton,
     "rows": _rows,
+    "hopper": _hopper,
     "reference": _reference,
 }
 

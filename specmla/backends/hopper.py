@@ -1,0 +1,176 @@
+"""The Hopper backend: one warp-specialised kernel for the verify step, written in Gluon."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from specmla.backends.base import (
+    AttentionBackend,
+    AttentionOutput,
+    Capabilities,
+    Requirements,
+)
+from specmla.errors import require
+from specmla.kernels import inputs
+from specmla.mask import DraftMask
+from specmla.metadata import PrefillPart, VerifyPart
+from specmla.query import QueryLenSupport
+
+CAPABILITY = (9, 0)
+MIN_SMS = 16
+SMALL_PAGES = (16, 32)
+
+
+class HopperBackend(AttentionBackend):
+    """Attends by the Hopper kernel; ask for it by name, `select_backend` prefers others so far."""
+
+    capabilities = Capabilities(
+        name="hopper",
+        query_len_support=QueryLenSupport.VARLEN,
+        masks=frozenset(DraftMask),
+        dtypes=(torch.bfloat16, torch.float16),
+        device_types=("cuda",),
+        page_size_multiple=16,
+        ranks=(512,),
+        rope_dims=(64,),
+        min_capability=CAPABILITY,
+        priority=1,
+        summary="warp-specialised, planned on the device; sm_90 only, pages of 16, 32 or n * 64",
+    )
+
+    def unavailable(self) -> list[str]:
+        """Report a missing triton package or a ROCm build of torch."""
+        found = []
+        if importlib.util.find_spec("triton") is None:
+            found.append("the package triton is not installed")
+        if torch.version.hip is not None:
+            found.append("torch is built for ROCm, accepted is a CUDA build")
+        return found
+
+    def problems(self, need: Requirements) -> list[str]:
+        """List what is in the way: one architecture, pages of 16, 32 or multiples of 64 tokens."""
+        found = super().problems(need)
+        if need.page_size % 64 and need.page_size not in SMALL_PAGES and not need.page_size % 16:
+            found.append(
+                f"page_size is {need.page_size}, accepted are {list(SMALL_PAGES)} and multiples "
+                "of 64"
+            )
+        if need.device.type == "cuda" and torch.cuda.is_available():
+            has = torch.cuda.get_device_properties(need.device)
+            if (has.major, has.minor) != CAPABILITY:
+                found.append(f"compute capability is {has.major}.{has.minor}, accepted is 9.0")
+            if has.multi_processor_count < MIN_SMS:
+                found.append(
+                    f"the device has {has.multi_processor_count} multiprocessors, accepted are "
+                    f"{MIN_SMS} or more"
+                )
+        return found
+
+    def plan(
+        self,
+        part: VerifyPart,
+        *,
+        num_heads: int,
+        kv_lora_rank: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> VerifyPart:
+        """Lay the step's pieces out on the device, from its live lengths; capture-safe."""
+        from specmla.kernels.hopper.launch import make_plan
+
+        if not part.num_requests:
+            return part
+        return dataclasses.replace(part, plan=make_plan(part, num_heads))
+
+    def forward_mqa(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        part: VerifyPart,
+        *,
+        softmax_scale: float,
+    ) -> AttentionOutput:
+        """Attend absorbed queries; see `AttentionBackend.forward_mqa`.
+
+        Raises:
+            ArgumentError: shapes, dtypes, strides, a scale or a plan that can't be taken; all are
+                listed.
+        """
+        found = inputs.mqa_problems(q_latent, q_rope, latent_cache, part)
+        require(
+            found or _problems(q_latent, q_rope, latent_cache, part, softmax_scale),
+            "HopperBackend.forward_mqa",
+        )
+        from specmla.kernels.hopper.launch import hopper_attention
+
+        with torch.cuda.device_of(q_latent):
+            out, lse = hopper_attention(
+                q_latent, q_rope, latent_cache, part, part.plan, softmax_scale
+            )
+        return AttentionOutput(out, lse)
+
+    def forward_mha(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        part: PrefillPart,
+        *,
+        softmax_scale: float,
+        causal: bool = True,
+    ) -> AttentionOutput:
+        """Attend prompt rows over up-projected keys; see `AttentionBackend.forward_mha`.
+
+        Raises:
+            ArgumentError: shapes, dtypes or strides that can't be taken; all are listed.
+        """
+        from specmla.kernels.prefill import find_prefill_entry, prefill_attention
+
+        require(inputs.mha_problems(query, key, value, part), "HopperBackend.forward_mha")
+        with torch.cuda.device_of(query):
+            out, lse = prefill_attention(
+                query,
+                key,
+                value,
+                part,
+                find_prefill_entry(query, value),
+                softmax_scale=softmax_scale,
+                causal=causal,
+            )
+        return AttentionOutput(out, lse)
+
+
+def _problems(
+    q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, part: VerifyPart, scale: float
+) -> list[str]:
+    """List what this kernel can't take beyond what the Triton kernels can't."""
+    found = []
+    if (q_latent.shape[2], q_rope.shape[2]) != (512, 64):
+        found.append(
+            f"C and R are {q_latent.shape[2]} and {q_rope.shape[2]}, accepted are 512 and 64"
+        )
+    if q_latent.dtype not in HopperBackend.capabilities.dtypes:
+        accepted = [str(d) for d in HopperBackend.capabilities.dtypes]
+        found.append(f"dtype is {q_latent.dtype}, accepted are {accepted}")
+    if part.page_size % 64 and part.page_size not in SMALL_PAGES:
+        found.append(
+            f"page_size is {part.page_size}, accepted are {list(SMALL_PAGES)} and multiples of 64"
+        )
+    if latent_cache.data_ptr() % 16 or latent_cache.stride(0) % 8 or not latent_cache.shape[0]:
+        found.append(
+            f"latent_cache starts at {latent_cache.data_ptr()} with page stride "
+            f"{latent_cache.stride(0)} and {latent_cache.shape[0]} pages, accepted are an address "
+            "and a stride in bytes that 16 divides, and at least one page"
+        )
+    if not scale > 0:
+        found.append(f"softmax_scale is {scale}, accepted are positive values")
+    if getattr(part.plan, "program", None) is None or part.plan.num_heads != q_latent.shape[1]:
+        found.append(
+            f"part.plan is {type(part.plan).__name__}, accepted is what this backend's plan() "
+            f"gives for {q_latent.shape[1]} heads"
+        )
+    return found

@@ -1,0 +1,211 @@
+"""The device-side split plan: which program attends which rows over which keys.
+
+A *job* is 4, 2 or 1 neighbouring tiles of one request, attended by as many programs side by side (a
+gang), so that the pages one of them fetches serve the others from L2. A request of t tiles gives
+t // 4 jobs of width 4, then one of width 2 and one of width 1 as t's low bits say. Each width owns
+a run of gangs; its jobs lie end to end on a line of `blocks + FIXED` per job, which is cut into
+equal intervals, one a gang. All of it is computed from device tensors, so that a captured plan
+follows the lengths of its replay. A program then has at most two pieces of jobs that are cut, its
+first and its last: two scratch slots a program hold all partial results.
+"""
+
+# Kernel bodies are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specmla.kernels.schedule_line import (
+    BLOCK_KEYS,
+    ENTRY_FIELDS,
+    PROGRAM_FIELDS,
+    TILE_ROWS,
+    find_job,
+    list_cut_jobs,
+)
+
+
+@triton.jit
+def schedule_width(
+    program_ptr,
+    entry_ptr,
+    merge_ptr,
+    requests,
+    jobs,
+    cost,
+    length,
+    state,
+    width: tl.constexpr,
+    H: tl.constexpr,
+    FIXED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Write the records of the jobs of one width; gives the state for the next one."""
+    first_row, num_rows, num_keys = requests
+    begin_program, begin_entry, merges = state
+    r = tl.arange(0, jobs.shape[0])
+    p = tl.arange(0, BLOCK_P)
+    snap = tl.minimum(length // 16, 2)
+    span = jobs * cost
+    end_at = tl.cumsum(span, 0)
+    at = end_at - span
+    load = tl.sum(span)
+    index = tl.cumsum((jobs > 0).to(tl.int32), 0) - 1
+    count = tl.sum((jobs > 0).to(tl.int32))
+    to = entry_ptr + (begin_entry + index) * ENTRY_FIELDS
+    keep = jobs > 0
+    tl.store(to + 0, first_row, mask=keep)
+    tl.store(to + 1, num_rows, mask=keep)
+    tl.store(to + 2, num_keys, mask=keep)
+    tl.store(to + 3, r, mask=keep)
+    tl.store(to + 5, at, mask=keep)
+    tl.store(to + 6, jobs, mask=keep)
+    tl.store(to + 7, cost, mask=keep)
+    tl.debug_barrier()
+
+    # Programs of this width: gang g takes the interval [g, g + 1) * length of the line.
+    gangs = tl.cdiv(load, length)
+    gang = (p - begin_program) // width
+    mine = (p >= begin_program) & (gang < gangs)
+    start_e, start_k, start_b = find_job(
+        gang * length, load, begin_entry, count, entry_ptr, mine, snap, FIXED
+    )
+    stop_e, stop_k, stop_b = find_job(
+        (gang + 1) * length, load, begin_entry, count, entry_ptr, mine, snap, FIXED
+    )
+    record = program_ptr + p * PROGRAM_FIELDS
+    tl.store(record + 0, start_e, mask=mine)
+    tl.store(record + 1, start_k, mask=mine)
+    tl.store(record + 2, start_b, mask=mine)
+    tl.store(record + 3, stop_e, mask=mine)
+    tl.store(record + 4, stop_k, mask=mine)
+    tl.store(record + 5, stop_b, mask=mine)
+    tl.store(record + 6, (p - begin_program) % width, mask=mine)
+    tl.store(record + 7, width, mask=mine)
+    live = (
+        (start_e < stop_e)
+        | ((start_e == stop_e) & (start_k < stop_k))
+        | ((start_e == stop_e) & (start_k == stop_k) & (start_b < stop_b))
+    )
+    tl.store(record + 13, live.to(tl.int32), mask=mine)
+    source = entry_ptr + start_e * ENTRY_FIELDS
+    for field in tl.static_range(4):
+        value = tl.load(source + field, mask=mine & live, other=0)
+        tl.store(record + 8 + field, value, mask=mine)
+
+    source = entry_ptr + stop_e * ENTRY_FIELDS
+    stop_cost = tl.load(source + 7, mask=mine & (stop_b > 0), other=0)
+    stop_at = tl.load(source + 5, mask=mine & (stop_b > 0), other=0)
+    stop_at += (stop_k + 1) * stop_cost
+    # The last gang that starts inside the job cut at a program's end.
+    last = (stop_at - snap - 1) // length
+    merges = list_cut_jobs(
+        merge_ptr,
+        merges,
+        entry_ptr,
+        p,
+        mine & live,
+        (start_e, start_k, start_b),
+        (stop_e, stop_k, stop_b),
+        1 + last - gang,
+        width,
+        (p - begin_program) % width,
+        H,
+    )
+    return begin_program + gangs * width, begin_entry + count, merges
+
+
+@triton.jit
+def schedule_kernel(
+    query_start_ptr,  # [B + 1] int32
+    seq_lens_ptr,  # [B] int32
+    program_ptr,  # [P, PROGRAM_FIELDS] int32, out
+    entry_ptr,  # [3 * B + 1, ENTRY_FIELDS] int32, out
+    merge_ptr,  # [1 + tiles, MERGE_FIELDS] int32, out; the first record holds the count
+    num_requests,
+    H: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    FIXED: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    SPLIT_COST: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    TRIES: tl.constexpr,
+):
+    """Write the program, entry and merge records of a step; one program runs it."""
+    r = tl.arange(0, BLOCK_B)
+    p = tl.arange(0, BLOCK_P)
+    held = r < num_requests
+    first_row = tl.load(query_start_ptr + r, mask=held, other=0)
+    num_rows = tl.load(query_start_ptr + r + 1, mask=held, other=0) - first_row
+    num_rows = tl.where(held, num_rows, 0)
+    num_keys = tl.load(seq_lens_ptr + r, mask=held, other=0)
+    tiles = (num_rows * H + TILE_ROWS - 1) // TILE_ROWS
+    blocks = (num_keys + BLOCK_KEYS - 1) // BLOCK_KEYS
+    cost = blocks + FIXED
+
+    # The shortest interval whose gangs fit the programs, over all widths.
+    num4, num2, num1 = tiles // 4, tiles // 2 % 2, tiles % 2
+    load4, load2, load1 = tl.sum(num4 * cost), tl.sum(num2 * cost), tl.sum(num1 * cost)
+    total = 4 * load4 + 2 * load2 + load1
+    least = tl.maximum(tl.cdiv(total, PROGRAMS), MIN_BLOCKS)
+    tries = least + tl.arange(0, TRIES) * tl.maximum(least // 64, 1)
+    need = 4 * tl.cdiv(load4, tries) + 2 * tl.cdiv(load2, tries) + tl.cdiv(load1, tries)
+    length = tl.min(tl.where(need <= PROGRAMS, tries, 2147483647))
+    # Whole jobs, one a gang, if that costs less than cutting and merging.
+    jobs4, jobs2, jobs1 = tl.sum(num4), tl.sum(num2), tl.sum(num1)
+    longest = tl.max(tl.where(tiles > 0, cost, 0))
+    whole = (4 * jobs4 + 2 * jobs2 + jobs1 <= PROGRAMS) & (longest <= length + SPLIT_COST)
+    length = tl.where(whole, tl.maximum(longest, 1), length)
+    cost = tl.where(whole, length, cost)
+
+    state = (0, 0, 0)
+    requests = (first_row, num_rows, num_keys)
+    state = schedule_width(
+        program_ptr,
+        entry_ptr,
+        merge_ptr,
+        requests,
+        num4,
+        cost,
+        length,
+        state,
+        4,
+        H,
+        FIXED,
+        BLOCK_P,
+    )
+    state = schedule_width(
+        program_ptr,
+        entry_ptr,
+        merge_ptr,
+        requests,
+        num2,
+        cost,
+        length,
+        state,
+        2,
+        H,
+        FIXED,
+        BLOCK_P,
+    )
+    state = schedule_width(
+        program_ptr,
+        entry_ptr,
+        merge_ptr,
+        requests,
+        num1,
+        cost,
+        length,
+        state,
+        1,
+        H,
+        FIXED,
+        BLOCK_P,
+    )
+    begin_program, _, merges = state
+    idle = (p >= begin_program) & (p < PROGRAMS)
+    tl.store(program_ptr + p * PROGRAM_FIELDS + 13, 0, mask=idle)
+    tl.store(merge_ptr, merges)

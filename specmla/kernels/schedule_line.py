@@ -1,0 +1,94 @@
+"""Positions on the line of jobs that `schedule.py` cuts, and the list of the tiles it cut."""
+
+# Kernel bodies are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TILE_ROWS = tl.constexpr(64)
+BLOCK_KEYS = tl.constexpr(64)
+
+SEARCH = tl.constexpr(32)
+"""Entries compared at a time."""
+
+PROGRAM_FIELDS = tl.constexpr(16)
+"""Ints of a program's record: entry, job, block of its start; the same of its end; lane, width;
+first row, rows, keys and request of the first entry; unused; live."""
+
+ENTRY_FIELDS = tl.constexpr(8)
+"""Ints of an entry: first row, rows, keys, request, unused, position, jobs, cost."""
+
+MERGE_FIELDS = tl.constexpr(8)
+"""Ints of a split tile: first slot, second slot, slot step, pieces, first packed row, live rows."""
+
+
+@triton.jit
+def split_position(at, cost, blocks, FIXED: tl.constexpr, SNAP):
+    """Turn a position on the line inside an entry into (job, block), snapped to a job's start."""
+    job = at // cost
+    block = tl.maximum(at - job * cost - FIXED, 0)
+    block = tl.where(block <= SNAP, 0, block)
+    to_next = (block > 0) & (blocks - block <= SNAP)
+    return tl.where(to_next, job + 1, job), tl.where(to_next, 0, block)
+
+
+@triton.jit
+def find_job(x, load, begin_entry, count, entry_ptr, mine, snap, FIXED: tl.constexpr):
+    """Find (entry, job, block) at positions `x` of a line; past its end, the entry after it."""
+    entry = tl.zeros_like(x) + begin_entry - 1
+    lane = tl.arange(0, SEARCH)
+    for start in range(0, count, SEARCH):
+        i = start + lane
+        source = entry_ptr + (begin_entry + i) * ENTRY_FIELDS
+        at = tl.load(source + 5, mask=i < count, other=2147483647)
+        entry += tl.sum((at[None, :] <= x[:, None]).to(tl.int32), 1)
+    inside = mine & (x < load)
+    source = entry_ptr + entry * ENTRY_FIELDS
+    keys = tl.load(source + 2, mask=inside, other=0)
+    at = tl.load(source + 5, mask=inside, other=0)
+    num_jobs = tl.load(source + 6, mask=inside, other=1)
+    cost = tl.load(source + 7, mask=inside, other=1)
+    blocks = (keys + BLOCK_KEYS - 1) // BLOCK_KEYS
+    job, block = split_position(x - at, cost, blocks, FIXED, snap)
+    onward = job >= num_jobs
+    entry = tl.where(onward, entry + 1, entry)
+    job = tl.where(onward, 0, job)
+    return (
+        tl.where(inside, entry, begin_entry + count),
+        tl.where(inside, job, 0),
+        tl.where(inside, block, 0),
+    )
+
+
+@triton.jit
+def list_cut_jobs(
+    merge_ptr, merges, entry_ptr, p, live, start, stop, pieces, width, lane, H: tl.constexpr
+):
+    """Append the tiles whose job starts in these programs and is cut at their end."""
+    start_e, start_k, start_b = start
+    stop_e, stop_k, stop_b = stop
+    first = (start_e == stop_e) & (start_k == stop_k)
+    cut = live & (stop_b > 0) & ((start_b == 0) | (first == 0))
+    index = merges + tl.cumsum(cut.to(tl.int32), 0) - 1
+    source = entry_ptr + stop_e * ENTRY_FIELDS
+    first_row = tl.load(source + 0, mask=cut, other=0)
+    num_rows = tl.load(source + 1, mask=cut, other=0)
+    tiles = (num_rows * H + TILE_ROWS - 1) // TILE_ROWS
+    tile = first_tile(tiles, stop_k, width) + lane
+    to = merge_ptr + (1 + index) * MERGE_FIELDS
+    tl.store(to + 0, 2 * p + tl.where(first, 0, 1), mask=cut)
+    tl.store(to + 1, 2 * (p + width), mask=cut)
+    tl.store(to + 2, tl.zeros_like(p) + 2 * width, mask=cut)
+    tl.store(to + 3, pieces, mask=cut)
+    tl.store(to + 4, first_row * H + tile * TILE_ROWS, mask=cut)
+    tl.store(to + 5, tl.minimum(num_rows * H - tile * TILE_ROWS, TILE_ROWS), mask=cut)
+    return merges + tl.sum(cut.to(tl.int32))
+
+
+@triton.jit
+def first_tile(tiles, job, width):
+    """Tile of lane 0 of a job: widths 4 first, then the low bits of the tile count."""
+    return tl.where(width == 4, job * 4, tiles // (2 * width) * (2 * width))

@@ -1,0 +1,48 @@
+"""The merge of cut tiles, interpreted, against a plain softmax over the pieces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specmla.kernels.merge import merge_kernel
+
+
+def to_slot(part: torch.Tensor) -> torch.Tensor:
+    """Lay [64, 512] out as a slot: halves of 256 columns, groups of 8 rows x 8 columns."""
+    return part.view(8, 8, 2, 32, 8).permute(2, 0, 3, 1, 4).reshape(2, 64, 256)
+
+
+@pytest.mark.parametrize(("pieces", "programs"), [(2, 8), (5, 64), (3, 1000)])
+def test_merge_is_the_softmax_over_pieces(pieces: int, programs: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(pieces)
+    live = 40
+    parts = torch.randn(pieces, 64, 512, generator=generator)
+    lse = 3 * torch.randn(pieces, 64, generator=generator)
+    lse[0, 1] = -torch.inf
+    lse[:, 2] = -torch.inf
+    parts[lse == -torch.inf] = 0
+    slots = [5, *(8 + 4 * i for i in range(pieces - 1))]
+    scratch = torch.full((40, 2, 64, 256), float("nan"))
+    scratch_lse = torch.full((40, 64), float("nan"))
+    for slot, part, part_lse in zip(slots, parts, lse, strict=True):
+        scratch[slot], scratch_lse[slot] = to_slot(part), part_lse
+    record = [5, 8, 4, pieces, 16, live, 0, 0]
+    table = torch.tensor([[1, *[0] * 7], record], dtype=torch.int32)
+    out, out_lse = torch.full((100, 512), 7.0), torch.full((100,), 7.0)
+    held = [t.to(device) for t in (scratch, scratch_lse, table, out, out_lse)]
+    merge_kernel[(programs,)](*held, PDL=False)
+    out, out_lse = held[3].cpu(), held[4].cpu()
+
+    weight = torch.softmax(lse.double() * torch.log(torch.tensor(2.0).double()), 0)
+    weight = weight.nan_to_num(nan=0.0)
+    exact = (weight[:, :, None] * parts.double()).sum(0)[:live]
+    exact_lse = torch.logsumexp(lse.double() * torch.log(torch.tensor(2.0).double()), 0)[:live]
+    torch.testing.assert_close(out[16 : 16 + live].double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out_lse[16 : 16 + live].double(), exact_lse, rtol=1e-5, atol=1e-5)
+    assert (out[16 + 2] == 0).all()
+    assert (out[:16] == 7).all()
+    assert (out[16 + live :] == 7).all()
+    assert (out_lse[16 + live :] == 7).all()

@@ -1,0 +1,144 @@
+"""The device-side plan, interpreted: every block of every tile once, cuts listed, loads even."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from specmla.kernels.schedule import schedule_kernel
+
+FIXED = 3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Plan(NamedTuple):
+    """Records of a plan, and what it was made from."""
+
+    query_lens: list[int]
+    seq_lens: list[int]
+    heads: int
+    programs: list[list[int]]
+    entries: list[list[int]]
+    merges: list[list[int]]
+
+    def tiles(self, request: int) -> int:
+        return -(-self.query_lens[request] * self.heads // 64)
+
+    def blocks(self, request: int) -> int:
+        return -(-self.seq_lens[request] // 64)
+
+
+def make_plan(query_lens: list[int], seq_lens: list[int], heads: int, programs: int) -> Plan:
+    tiles = sum(-(-q * heads // 64) for q in query_lens)
+    shapes = ((programs, 16), (3 * len(query_lens) + 1, 8), (1 + max(programs, tiles), 8))
+    records = [torch.full(shape, -7, dtype=torch.int32, device=DEVICE) for shape in shapes]
+    schedule_kernel[(1,)](
+        torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=DEVICE),
+        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        *records,
+        len(query_lens),
+        H=heads,
+        PROGRAMS=programs,
+        FIXED=FIXED,
+        MIN_BLOCKS=2,
+        SPLIT_COST=5,
+        BLOCK_B=triton.next_power_of_2(len(query_lens)),
+        BLOCK_P=triton.next_power_of_2(programs),
+        TRIES=1024,
+    )
+    program, entry, merge = (r.tolist() for r in records)
+    return Plan(query_lens, seq_lens, heads, program, entry, merge[1 : 1 + merge[0][0]])
+
+
+def pieces_of(plan: Plan, program: int) -> list[tuple[int, int, int, int, int]]:
+    """Walk a program as the kernel does: (request, tile, begin, end, slot) of each piece."""
+    record = plan.programs[program]
+    if record[13] <= 0:
+        return []
+    at, stop = tuple(record[:3]), tuple(record[3:6])
+    lane, width = record[6:8]
+    rows, keys, request = record[9:12]
+    found: list[tuple[int, int, int, int, int]] = []
+    while at < stop:
+        entry, job, block = at
+        blocks, tiles = -(-keys // 64), -(-rows * plan.heads // 64)
+        end = stop[2] if at[:2] == stop[:2] else blocks
+        tile = lane + (job * 4 if width == 4 else tiles // (2 * width) * (2 * width))
+        direct = block == 0 and end >= blocks
+        found.append((request, tile, block, end, -1 if direct else 2 * program + bool(found)))
+        if end < blocks:
+            at = (entry, job, end)
+        elif job + 1 < (tiles // 4 if width == 4 else 1):
+            at = (entry, job + 1, 0)
+        else:
+            at = (entry + 1, 0, 0)
+            rows, keys, request = plan.entries[entry + 1][1:4]
+    return found
+
+
+def check(plan: Plan) -> list[int]:
+    """Assert that a plan is complete and consistent; give the programs' loads."""
+    walks = [pieces_of(plan, program) for program in range(len(plan.programs))]
+    tiles: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for request, tile, begin, end, slot in (piece for walk in walks for piece in walk):
+        tiles.setdefault((request, tile), []).append((begin, end, slot))
+    assert set(tiles) == {(r, t) for r in range(len(plan.query_lens)) for t in range(plan.tiles(r))}
+    slots = [slot for pieces in tiles.values() for *_, slot in pieces if slot >= 0]
+    assert len(slots) == len(set(slots))
+    first_rows = [0, *accumulate(plan.query_lens)]
+    listed = {record[4]: record for record in plan.merges}
+    cut = 0
+    for (request, tile), pieces in tiles.items():
+        pieces.sort()
+        assert (pieces[0][0], pieces[-1][1]) == (0, plan.blocks(request))
+        assert all(before[1] == after[0] for before, after in pairwise(pieces))
+        if len(pieces) == 1:
+            assert pieces[0][2] == -1
+            continue
+        cut += 1
+        record = listed[first_rows[request] * plan.heads + tile * 64]
+        held = [record[0], *(record[1] + i * record[2] for i in range(record[3] - 1))]
+        assert held == [slot for *_, slot in pieces]
+        assert record[5] == min(64, plan.query_lens[request] * plan.heads - tile * 64)
+    assert cut == len(plan.merges) == len(listed)
+    return [sum(end - begin + FIXED for _, _, begin, end, _ in walk) for walk in walks]
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "heads"),
+    [
+        ([4] * 32, [8192] * 32, 16),
+        ([4], [131072], 16),
+        ([1 + i % 8 for i in range(32)], [8192] * 32, 16),
+        ([1 + i % 4 for i in range(32)], [8192] * 32, 128),
+        ([4] * 32, [65536] + [1024] * 31, 16),
+    ],
+)
+def test_work_is_balanced(query_lens: list[int], seq_lens: list[int], heads: int) -> None:
+    loads = check(make_plan(query_lens, seq_lens, heads, 132))
+    # A program may start with the rest of a job, whose fixed cost the line does not hold.
+    assert max(loads) <= 1.05 * sum(loads) / len(loads) + 2 * FIXED
+
+
+def test_whole_tiles_are_not_cut_when_they_fit() -> None:
+    plan = make_plan([4] * 128, [4096] * 128, 16, 132)
+    check(plan)
+    assert plan.merges == []
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_lengths_are_covered(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.choice([1, 2, 3, 7, 20])
+    query_lens = [rng.choice([0, 1, 2, 3, 4, 8, 16]) for _ in range(count)]
+    seq_lens = [rng.choice([0, 1, 63, 64, 65, 500, 8191, 70000]) for _ in range(count)]
+    heads = rng.choice([1, 12, 16, 20, 40, 128])
+    check(make_plan(query_lens, seq_lens, heads, rng.choice([16, 78, 132])))
