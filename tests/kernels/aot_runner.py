@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from specmla.kernels import gather, move, store
 from specmla.kernels.combine import COLUMN_CHUNK, FEW_SPLITS, SPLIT_CHUNK, combine_kernel
 from specmla.kernels.launch import FP_FUSION, LaunchEntry, launch_table
 from specmla.kernels.packed import packed_kernel
@@ -38,16 +39,14 @@ TARGETS = {
 
 DTYPES = {2: ("bf16", "fp16"), 4: ("fp32",)}
 
-# float32 tiles are the same everywhere on NVIDIA and slow to compile: one architecture stands for
-# them.
-FLOAT32_ARCHS = ("sm_90", "gfx942")
-
 KERNELS = {
     "packed": packed_kernel,
     "rows": rows_kernel,
     "prefill": prefill_kernel,
     "combine": combine_kernel,
 }
+
+CACHE_MODULES = {"store": store, "gather": gather, "move": move}
 
 
 class Job(NamedTuple):
@@ -120,19 +119,34 @@ def combine_jobs(arch: str) -> list[Job]:
     return jobs
 
 
-def all_jobs() -> list[Job]:
+class CacheJob(NamedTuple):
+    """One variant of a cache kernel, as its module lists it."""
+
+    module: str
+    variant: int
+    arch: str
+
+
+def cache_jobs(arch: str) -> list[CacheJob]:
+    """Every variant of store, gather and move."""
+    return [
+        CacheJob(name, i, arch)
+        for name, module in CACHE_MODULES.items()
+        for i in range(len(module.aot_variants()))
+    ]
+
+
+def all_jobs() -> list[Job | CacheJob]:
     """Every kernel with every entry of the launch table."""
-    jobs = []
+    jobs: list[Job | CacheJob] = []
     for arch in TARGETS:
         for kernel, entries in launch_table()[arch].items():
             for entry in entries:
-                if entry.itemsize == 4 and arch not in FLOAT32_ARCHS:
-                    continue
                 if kernel == "prefill":
                     jobs += prefill_jobs(arch, entry)
                 else:
                     jobs += attention_jobs(kernel, arch, entry)
-        jobs += combine_jobs(arch)
+        jobs += combine_jobs(arch) + cache_jobs(arch)
     return jobs
 
 
@@ -162,8 +176,13 @@ def is_aligned(name: str, kind: str) -> bool:
     return kind.startswith("*") or (name.startswith("stride") and name != "stride_table")
 
 
-def compile_job(job: Job) -> dict[str, Any]:
+def compile_job(job: Job | CacheJob) -> dict[str, Any]:
     """Compile and measure; a failure becomes part of the report."""
+    if isinstance(job, CacheJob):
+        variant = CACHE_MODULES[job.module].aot_variants()[job.variant]
+        kernel, signature, constants, options = variant
+        label = f"{job.module} {job.arch} variant {job.variant}"
+        return measure(label, job.arch, ASTSource(kernel, signature, constants), dict(options))
     kernel = KERNELS[job.kernel]
     kinds = {name: argument_type(name, job) for name in kernel.arg_names}
     at = {name: (i,) for i, name in enumerate(kernel.arg_names)}
@@ -174,12 +193,17 @@ def compile_job(job: Job) -> dict[str, Any]:
         "num_stages": job.num_stages,
         "enable_fp_fusion": FP_FUSION,
     }
-    report: dict[str, Any] = {"label": job.label, "arch": job.arch, "error": None}
+    return measure(job.label, job.arch, source, options)
+
+
+def measure(label: str, arch: str, source: ASTSource, options: dict[str, Any]) -> dict[str, Any]:
+    """Compile for an architecture; give its shared memory and stack, or the error."""
+    report: dict[str, Any] = {"label": label, "arch": arch, "error": None}
     try:
-        built = triton.compile(source, target=TARGETS[job.arch], options=options)
+        built = triton.compile(source, target=TARGETS[arch], options=options)
     except Exception as problem:
         return report | {"error": f"{type(problem).__name__}: {str(problem)[:400]}"}
-    is_nvidia = TARGETS[job.arch].backend == "cuda"
+    is_nvidia = TARGETS[arch].backend == "cuda"
     stack = cubin_stack(built.asm["cubin"]) if is_nvidia else scratch_bytes(built.asm["amdgcn"])
     return report | {"shared": built.metadata.shared, "stack": stack}
 
@@ -203,7 +227,7 @@ def scratch_bytes(assembly: str) -> int:
 
 def main(report: str, *flags: str) -> None:
     """Compile everything in two processes and write the report."""
-    jobs = [spilling_job()] if "--spilling" in flags else all_jobs()
+    jobs: list[Job | CacheJob] = [spilling_job()] if "--spilling" in flags else all_jobs()
     with ProcessPoolExecutor(2) as pool:
         Path(report).write_text(json.dumps(list(pool.map(compile_job, jobs))))
 
