@@ -65,13 +65,18 @@ def _verify() -> str:
 
 
 def _step() -> str:
-    found = _load("h200_step")
-    row = found["rows"][0]
+    later, first = _load("cpu_step"), _load("h200_step")
+    row = later["rows"][0]
+    parts = [
+        f"plan {r['plan_us']:.0f} µs, commit {r['commit_us']:.0f} µs, together "
+        f"{r['plan_commit_us']:.0f} µs"
+        for r in (row, first["rows"][0])
+    ]
     return (
         f"**Host time of a step** (plan and commit, B = {row['requests']}, K = {row['drafts']}, "
-        f"{row['prompt_len']} cached tokens each, backend {row['backend']} on that machine): plan "
-        f"{row['plan_us']:.0f} µs, commit {row['commit_us']:.0f} µs, together "
-        f"{row['plan_commit_us']:.0f} µs (medians; aim 300). `python -m specmla.bench step`"
+        f"{row['prompt_len']} cached tokens each; medians, aim 300 µs): {parts[0]} on the CPU "
+        f"machine below, planning for `triton`. Beside the H200, before a shortcut for steps of "
+        f"one draft length halved the plan: {parts[1]}. `python -m specmla.bench step`"
     )
 
 

@@ -74,6 +74,65 @@ def build_plan(
 ) -> StepPlan:
     """Send the step's indices in one copy and place the drafts among the input tokens."""
     width = max((r.num_drafts for r in requests), default=0)
+    if proposal is not None and _is_uniform(requests, proposal, width):
+        rows = _uniform_rows(requests, proposal, vocab_size, device)
+    else:
+        rows = _ragged_rows(requests, proposal, vocab_size, device)
+    return StepPlan(tuple(requests), metadata, *rows, sampling=sampling)
+
+
+class _DeviceRows(NamedTuple):
+    """The tensors of a `StepPlan`, in its order."""
+
+    token_ids: Tensor
+    logit_rows: Tensor
+    row_table: Tensor
+    drafts: Tensor
+    draft_probs: Tensor | None
+    positions: Tensor
+
+
+def _is_uniform(requests: Sequence[PlannedRequest], proposal: DraftProposal, width: int) -> bool:
+    """Tell the common step: every request verifies all of its row of the proposal, in its order."""
+    if not 0 < width == proposal.tokens.shape[1] or len(requests) != len(proposal.request_ids):
+        return False
+    return all(
+        r.num_drafts == width and r.proposal_offset == i * width and not r.is_prompt
+        for i, r in enumerate(requests)
+    )
+
+
+def _uniform_rows(
+    requests: Sequence[PlannedRequest],
+    proposal: DraftProposal,
+    vocab_size: int,
+    device: torch.device,
+) -> _DeviceRows:
+    """What `_ragged_rows` would give, without an index table."""
+    host = {
+        "anchors": array("q", [r.pending[0] for r in requests]),
+        "positions": array("q", [r.position for r in requests]),
+    }
+    sent, drafts = send_arrays(host, device), send(proposal.tokens, device)
+    # An id outside the vocabulary is refused by the rule; the look-up must survive it.
+    tokens = torch.cat([sent["anchors"][:, None], drafts.clamp(0, vocab_size - 1)], dim=1)
+    row_table = torch.arange(tokens.numel(), device=device).view_as(tokens)
+    probs = proposal.probs
+    if probs is not None:
+        probs = pad_vocab(send(probs, device), vocab_size, allow_mismatch=True)
+    return _DeviceRows(
+        tokens.view(-1), row_table.view(-1), row_table, drafts, probs, sent["positions"]
+    )
+
+
+def _ragged_rows(
+    requests: Sequence[PlannedRequest],
+    proposal: DraftProposal | None,
+    vocab_size: int,
+    device: torch.device,
+) -> _DeviceRows:
+    """Place any mix of prompts and drafts, by index tables sent in one copy."""
+    width = max((r.num_drafts for r in requests), default=0)
     sent = send_arrays(_index_arrays(requests, width), device)
     tokens, probs = sent["tokens"], None
     drafts = tokens.new_empty((len(requests), 0))
@@ -89,16 +148,13 @@ def build_plan(
         # An id outside the vocabulary is refused by the rule; the look-up must survive it.
         safe = flat.index_select(0, sent["draft_source"]).clamp(0, vocab_size - 1)
         tokens = tokens.index_copy(0, sent["draft_rows"], safe)
-    return StepPlan(
-        requests=tuple(requests),
-        metadata=metadata,
-        token_ids=tokens,
-        logit_rows=sent["logit_rows"],
-        row_table=sent["row_table"].view(len(requests), width + 1),
-        drafts=drafts,
-        draft_probs=probs,
-        positions=sent["positions"],
-        sampling=sampling,
+    return _DeviceRows(
+        tokens,
+        sent["logit_rows"],
+        sent["row_table"].view(len(requests), width + 1),
+        drafts,
+        probs,
+        sent["positions"],
     )
 
 
