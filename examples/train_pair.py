@@ -5,7 +5,7 @@ installed. Held-out modules, chosen by name, are never trained on and give all f
 
     python examples/train_pair.py --out pair                      # a few minutes on one GPU
     python examples/train_pair.py --out pair --target pair/target # the drafts alone
-    python examples/train_pair.py --out /tmp/try --device cpu --steps 20 --target-size 2x64 \\
+    python examples/train_pair.py --out try --device cpu --steps 20 --target-size 2x64 \\
         --draft-sizes 1x64 --window 64 --batch 8 --pool 16 --max-megabytes 2 --prompts 4
 
 Writes target/, draft/ (the best of the sizes asked for), drafts/SIZE/, report.json and curves.png.

@@ -45,33 +45,15 @@ def build_step(
     Raises:
         UnsupportedError: no backend, or not the named one, can serve the model.
     """
-    config, attention = model.config, model.config.attention
-    weight = model.model.embed_tokens.weight
-    need = Requirements(
-        device=weight.device,
-        dtype=weight.dtype,
-        num_heads=attention.num_heads,
-        kv_lora_rank=attention.kv_lora_rank,
-        qk_rope_head_dim=attention.qk_rope_head_dim,
-        page_size=page_size,
-        query_len_support=QueryLenSupport.VARLEN,
-    )
+    config = model.config
     limit = config.max_position_embeddings if max_seq_len is None else max_seq_len
-    builder = MetadataBuilder(
-        backend=select_backend(need, backend),
-        page_size=page_size,
-        num_pages=num_pages,
-        num_heads=attention.num_heads,
-        kv_lora_rank=attention.kv_lora_rank,
-        device=weight.device,
-        max_seq_len=limit,
-        dtype=weight.dtype,
-    )
+    weight = model.model.embed_tokens.weight
+    builder = _make_builder(model, num_pages, page_size, backend, limit)
     cache = LatentCache(
         config.num_layers,
         num_pages,
         page_size,
-        attention.cache_width,
+        config.attention.cache_width,
         dtype=weight.dtype,
         device=weight.device,
     )
@@ -83,6 +65,36 @@ def build_step(
         max_seq_len=limit,
         rule=rule,
         allow_vocab_mismatch=allow_vocab_mismatch,
+    )
+
+
+def _make_builder(
+    model: DeepseekForCausalLM,
+    num_pages: int,
+    page_size: int,
+    backend: str | None,
+    max_seq_len: int,
+) -> MetadataBuilder:
+    """Select the backend that serves the model, before anything is allocated for it."""
+    attention, weight = model.config.attention, model.model.embed_tokens.weight
+    need = Requirements(
+        device=weight.device,
+        dtype=weight.dtype,
+        num_heads=attention.num_heads,
+        kv_lora_rank=attention.kv_lora_rank,
+        qk_rope_head_dim=attention.qk_rope_head_dim,
+        page_size=page_size,
+        query_len_support=QueryLenSupport.VARLEN,
+    )
+    return MetadataBuilder(
+        backend=select_backend(need, backend),
+        page_size=page_size,
+        num_pages=num_pages,
+        num_heads=attention.num_heads,
+        kv_lora_rank=attention.kv_lora_rank,
+        device=weight.device,
+        max_seq_len=max_seq_len,
+        dtype=weight.dtype,
     )
 
 
