@@ -22,68 +22,87 @@ from drafters import DraftModelDrafter, NgramDrafter
 from specmla import AcceptanceStats, Drafter, SamplingParams
 from specmla.bench.environment import collect_env
 from specmla.cli.checkpoint import Pair, load_shipped_pair, parse_device, use_one_thread
-from specmla.cli.run import run_loop
+from specmla.cli.run import Run, run_loop
 from specmla.verify.diversity import distinct_ngram_ratio
 
 LOOPING = 0.5
 
 
 def main() -> None:
-    """Run every drafter at both temperatures and report."""
+    """Run every drafter at both temperatures and every batch size, and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("-k", "--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=1,
-        help="runs of each case: seeds at temperature 1, median speed",
-    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="prompts at once")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of a case, median speed")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = parse_device(options.device)
     use_one_thread(device)
     pair = load_shipped_pair(device)
-    measure(
-        pair, "draft_model", 0.0, argparse.Namespace(**vars(options) | {"repeats": 1})
-    )  # warm up
-    rows = []
-    cases = [(t, name) for t in (0.0, 1.0) for name in ("plain", "ngram", "draft_model")]
-    for temperature, name in track(cases, description="drafters", console=Console(stderr=True)):
-        rows.append(measure(pair, name, temperature, options))
+    run_once(pair, "draft_model", 0.0, 0, len(pair.prompts), options)  # warm up
+    cases = [
+        (batch, temperature, name)
+        for batch in options.batch
+        for temperature in (0.0, 1.0)
+        for name in ("plain", "ngram", "draft_model")
+    ]
+    rows = [
+        measure(pair, name, temperature, batch, options)
+        for batch, temperature, name in track(cases, "drafters", console=Console(stderr=True))
+    ]
     show(rows)
     if options.json:
         report = {"env": collect_env(), "rows": rows}
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(
-    pair: Pair, name: str, temperature: float, options: argparse.Namespace
-) -> dict[str, object]:
-    """Continue all prompts with one drafter, several times; greedy runs only differ in speed."""
+def run_once(
+    pair: Pair, name: str, temperature: float, seed: int, batch: int, options: argparse.Namespace
+) -> list[Run]:
+    """Continue all prompts, `batch` of them at a time."""
     prompts = [pair.tokenizer.encode(text).ids for text in pair.prompts]
-    stats, runs = AcceptanceStats(), []
-    for seed in range(options.repeats):
+    runs = []
+    for start in range(0, len(prompts), batch):
+        part = prompts[start : start + batch]
         sampling = [
-            SamplingParams(temperature, seed=1000 * seed + i, max_tokens=options.max_tokens)
-            for i in range(len(prompts))
+            SamplingParams(
+                temperature,
+                seed=1000 * seed + start + i,
+                max_tokens=options.max_tokens,
+                stop_token_ids=pair.target.config.eos_token_ids,
+            )
+            for i in range(len(part))
         ]
-        drafter = make_drafter(name, pair, len(prompts) * options.max_tokens)
+        drafter = make_drafter(name, pair, len(part) * options.max_tokens)
         k = options.num_speculative_tokens
-        runs.append(run_loop(pair.target, prompts, sampling, drafter, num_speculative_tokens=k))
-    speed = statistics.median(run.tokens_per_s for run in runs)
-    runs = runs if temperature else runs[:1]
-    for run in runs:
+        runs.append(run_loop(pair.target, part, sampling, drafter, num_speculative_tokens=k))
+    return runs
+
+
+def measure(
+    pair: Pair, name: str, temperature: float, batch: int, options: argparse.Namespace
+) -> dict[str, object]:
+    """Measure one drafter, several times; greedy runs only differ in speed."""
+    repeats = [
+        run_once(pair, name, temperature, seed, batch, options) for seed in range(options.repeats)
+    ]
+    speeds = [sum(r.num_tokens for r in runs) / sum(r.seconds for r in runs) for runs in repeats]
+    counted = [run for runs in (repeats if temperature else repeats[:1]) for run in runs]
+    stats = AcceptanceStats()
+    for run in counted:
         for tokens, own in zip(run.tokens, run.stats_by_prompt, strict=True):
             if distinct_ngram_ratio(tokens) >= LOOPING:
                 stats.merge(own)
-    ratios = [distinct_ngram_ratio(t) for run in runs for t in run.tokens]
+    ratios = [distinct_ngram_ratio(t) for run in counted for t in run.tokens]
     return {
         "drafter": name,
         "temperature": temperature,
+        "batch": batch,
         **stats.as_dict(),
-        "tokens_per_s": speed,
+        "tokens_per_s": statistics.median(speeds),
+        "tokens_per_s_range": [min(speeds), max(speeds)],
         "distinct_4gram_ratio": sum(ratios) / len(ratios),
         "continuations": len(ratios),
         "looping": sum(r < LOOPING for r in ratios),
@@ -100,11 +119,11 @@ def make_drafter(name: str, pair: Pair, num_tokens: int) -> Drafter | None:
 
 
 def show(rows: list[dict[str, object]]) -> None:
-    """Print a table a temperature; the speed-up is against plain decoding at the same one."""
-    for temperature in (0.0, 1.0):
-        group = [row for row in rows if row["temperature"] == temperature]
+    """Print a table a case; the speed-up is against plain decoding of the same case."""
+    for batch, temperature in dict.fromkeys((row["batch"], row["temperature"]) for row in rows):
+        group = [r for r in rows if (r["batch"], r["temperature"]) == (batch, temperature)]
         plain = group[0]["tokens_per_s"]
-        table = Table("temperature " + format(temperature, "g"))
+        table = Table(f"temperature {temperature:g}, {batch} at once")
         for row in group:
             table.add_column(str(row["drafter"]), justify="right")
         for name in ("tokens_per_step", "mean_acceptance_length", "draft_acceptance_rate"):

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 
-from specmla.backends.base import Requirements
+from specmla.backends.base import AttentionBackend, Requirements
 from specmla.backends.select import select_backend
 from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
@@ -25,7 +25,7 @@ def build_step(
     *,
     num_pages: int,
     page_size: int = 64,
-    backend: str | None = None,
+    backend: str | AttentionBackend | None = None,
     max_seq_len: int | None = None,
     rule: str = "token_level",
     prefix_caching: bool = True,
@@ -36,7 +36,7 @@ def build_step(
     Args:
         model: gives dims, dtype and device.
         num_pages: pages of the pool, of `page_size` tokens each.
-        backend: name of an attention backend, the best one that serves if None.
+        backend: an attention backend or the name of one, the best one that serves if None.
         max_seq_len: context limit, the model's own if None.
         rule: acceptance rule.
         prefix_caching: share full pages of equal prefixes.
@@ -72,7 +72,7 @@ def _make_builder(
     model: DeepseekForCausalLM,
     num_pages: int,
     page_size: int,
-    backend: str | None,
+    backend: str | AttentionBackend | None,
     max_seq_len: int,
 ) -> MetadataBuilder:
     """Select the backend that serves the model, before anything is allocated for it."""

@@ -71,7 +71,11 @@ class Capabilities:
 
 
 class AttentionBackend(abc.ABC):
-    """Attends; projections, absorption and the lift belong to the layer."""
+    """Attends; projections, absorption and the lift belong to the layer.
+
+    An implementation sets `capabilities`, which everything is checked against, and both forwards:
+    prompts and verifies share a step. `specmla.testing` has the cases to check it with.
+    """
 
     capabilities: Capabilities
 

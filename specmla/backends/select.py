@@ -57,16 +57,18 @@ def _rank(backend: AttentionBackend, need: Requirements) -> tuple[bool, int]:
     return has.device_types[0] != need.device.type, -has.priority
 
 
-def select_backend(need: Requirements, name: str | None = None) -> AttentionBackend:
-    """Give the backend called `name`, or the one of highest priority that can serve `need`
-    (at home on its device first).
+def select_backend(
+    need: Requirements, name: str | AttentionBackend | None = None
+) -> AttentionBackend:
+    """Give the backend called `name` (or given as such), or the one of highest priority that can
+    serve `need` (at home on its device first).
 
     Raises:
         UnsupportedError: the named one, or none at all, can serve; every reason is listed.
         ArgumentError: an unknown name.
     """
     if name is not None:
-        backend = get_backend(name)
+        backend = get_backend(name) if isinstance(name, str) else name
         backend.check(need)
         return backend
     reasons = []

@@ -15,6 +15,24 @@ app = typer.Typer(
     help="Verify drafted tokens over the paged latent cache of MLA models.",
 )
 
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from specmla import __version__
+
+        print(f"specmla {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="print it")
+    ] = False,
+) -> None:
+    """Verify drafted tokens over the paged latent cache of MLA models."""
+
+
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
 Backend = Annotated[str | None, typer.Option(help="attention backend; the best one if not given")]
 NumDrafts = Annotated[

@@ -101,7 +101,7 @@ def _run_all(
             )
             loop(short, drafter)  # warm-up, not timed
             runs[name] = loop(sampling, drafter, on_tokens=partial(progress.advance, task))
-            progress.update(task, completed=len(prompts) * options.max_tokens)
+            progress.update(task, total=runs[name].num_tokens)  # some texts end before the limit
     return runs
 
 
@@ -129,6 +129,7 @@ def _show(
         console.print(continuation(pair.tokenizer, text, tokens, drafted))
     console.rule(style="dim")
     console.print("[green]green[/]: accepted drafts of the draft model; bold: the target's own")
+    console.print()
     console.print(comparison_table(runs, options.num_speculative_tokens))
     for name, difference in differences.items():
         if difference is None:

@@ -49,7 +49,8 @@ def run_generate(options: GenerateOptions) -> int:
     print(tokenizer.decode(run.tokens[0]))
     stats, console = run.stats, Console(stderr=True)
     console.print(
-        f"{run.num_tokens} tokens, {run.tokens_per_s:.1f} tokens/s, tokens_per_step "
+        f"{run.num_tokens} tokens ({run.finish_reasons[0]}), {run.tokens_per_s:.1f} tokens/s, "
+        f"tokens_per_step "
         f"{stats.tokens_per_step:.2f}, mean_acceptance_length {stats.mean_acceptance_length:.2f}, "
         f"draft_acceptance_rate {stats.draft_acceptance_rate:.2f}"
     )
@@ -72,6 +73,10 @@ def _drafter(
         return None
     if options.draft == "ngram":
         return NgramDrafter(target.config.vocab_size)
+    if not Path(options.draft).is_dir():
+        raise ArgumentError(
+            f"draft is {options.draft!r}, accepted are ngram, none and an existing directory"
+        )
     weight = target.model.embed_tokens.weight
     model, config = load_checkpoint(Path(options.draft), device=weight.device, dtype=weight.dtype)
     if config.vocab_size != target.config.vocab_size:

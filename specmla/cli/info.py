@@ -17,7 +17,7 @@ def run_info() -> int:
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"specmla {__version__}")
     for name, value in collect_env().items():
-        if name not in {"argv", "date"}:
+        if name not in {"argv", "date"} and value is not None:
             console.print(f"{name}: {_flat(value)}", markup=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -22,6 +22,7 @@ class Run:
     Attributes:
         tokens: new tokens by prompt.
         drafted: by prompt, true where the token was an accepted draft.
+        finish_reasons: "stop" or "length" by prompt.
         stats: over all verify steps.
         stats_by_prompt: the same for each prompt.
         seconds: wall time of the loop, prompts included.
@@ -30,6 +31,7 @@ class Run:
     tokens: list[list[int]]
     drafted: list[list[bool]]
     stats_by_prompt: list[AcceptanceStats]
+    finish_reasons: list[str]
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     seconds: float = 0.0
 
@@ -61,7 +63,8 @@ def run_loop(
     need = (min(longest, len(p) + (s.max_tokens or longest)) for p, s in batch.values())
     num_pages = sum(-(-n // page_size) + 1 for n in need)
     step = build_step(model, num_pages=num_pages, page_size=page_size, backend=backend)
-    run = Run([[] for _ in batch], [[] for _ in batch], [AcceptanceStats() for _ in batch])
+    made = [AcceptanceStats() for _ in batch]
+    run = Run([[] for _ in batch], [[] for _ in batch], made, [""] * len(batch))
     place = {name: i for i, name in enumerate(batch)}
     _synchronize(model)
     start = time.perf_counter()
@@ -69,10 +72,11 @@ def run_loop(
         for result in results:
             i = place[result.request_id]
             run.tokens[i] += result.new_tokens
+            run.finish_reasons[i] = result.finish_reason or ""
             run.drafted[i] += [j < result.num_accepted for j in range(len(result.new_tokens))]
             if not result.is_prompt:
-                for stats in (run.stats, run.stats_by_prompt[i]):
-                    stats.observe(result.num_drafts, result.num_accepted, len(result.new_tokens))
+                for counts in (run.stats, run.stats_by_prompt[i]):
+                    counts.observe(result.num_drafts, result.num_accepted, len(result.new_tokens))
         on_tokens(sum(len(r.new_tokens) for r in results))
     _synchronize(model)
     run.seconds = time.perf_counter() - start

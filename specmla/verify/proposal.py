@@ -40,7 +40,12 @@ class DraftProposal:
         counts: drafts of each request, known on the host; zero is allowed.
         tokens: [B, K] int64, K >= max(counts), -1 past a request's count.
         probs: [B, K, W] float32 or float64, the distribution each token was really drawn from, or
-            None where nothing was drawn (the distribution is then one-hot on the token).
+            None where nothing was drawn (the distribution is then one-hot on the token). For a
+            greedy request any row will do: its drafts are compared with the target's choice. On a
+            CPU the rows are checked; on a GPU a wrong one biases the output unseen.
+
+    Ids are not checked: the rule refuses one outside the vocabulary, and -1 ends a request's
+    drafts. The tensors may lie on any device.
     """
 
     request_ids: tuple[Hashable, ...]
@@ -78,7 +83,19 @@ class DraftProposal:
             )
         if self.probs.dtype not in (torch.float32, torch.float64):
             found.append(f"probs has dtype {self.probs.dtype}, accepted are float32 and float64")
+        elif self.probs.device.type == "cpu" and not found and len(self.counts) == len(self.probs):
+            found += self._row_problems(self.probs)
         return found
+
+    def _row_problems(self, probs: Tensor) -> list[str]:
+        """Check that each drafted row is a distribution; NaN is none."""
+        drafted = torch.arange(probs.shape[1]) < torch.tensor(self.counts)[:, None]
+        is_one = (probs.sum(-1) - 1).abs() <= 1e-3
+        bad = drafted & ~(is_one & (probs >= 0).all(-1))
+        if not bad.any():
+            return []
+        at = bad.nonzero().tolist()[:4]
+        return [f"probs rows {at} are no distributions, accepted are rows >= 0 that sum to 1"]
 
 
 class RequestResult(NamedTuple):

@@ -25,7 +25,7 @@ def test_uniform_steps_equal_the_general_way(width, vocab, dense):
     """Padded (-1) and foreign ids (17) included, and draft vocabularies of other sizes."""
     requests = planned(4, width)
     tokens = torch.tensor([[1, 2, 3], [4, -1, 6], [17, 8, 9], [10, 11, 17]])[:, :width]
-    probs = torch.rand(4, width, 16) if dense else None
+    probs = torch.rand(4, width, 16).softmax(-1) if dense else None
     proposal = DraftProposal(tuple(range(4)), (width,) * 4, tokens, probs)
     assert _is_uniform(requests, proposal, width)
     short = _uniform_rows(requests, proposal, vocab, CPU)

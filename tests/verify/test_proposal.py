@@ -47,8 +47,19 @@ def test_nan_probabilities_are_named_and_change_nothing():
     plan = step.plan()
     step.commit(plan, step.verify(plan, logits_for(plan, [7])))
     before, free = list(step.tokens("a")), step.blocks.num_free
-    plan = step.plan(DraftProposal(("a",), (2,), TOKENS, PROBS * torch.nan))
+    proposal = DraftProposal(("a",), (2,), TOKENS, PROBS.clone())
+    proposal.probs.fill_(torch.nan)  # on a GPU nothing would have looked before
+    plan = step.plan(proposal)
     with pytest.raises(NumericsError, match=r"draft probabilities .* \['a'\]"):
         step.commit(plan, step.verify(plan, torch.zeros(3, W)))
     assert list(step.tokens("a")) == before
     assert step.blocks.num_free == free
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, 0.0, 7.0, -1.0])
+def test_rows_that_are_no_distribution_are_refused_on_a_cpu(wrong):
+    probs = PROBS.clone()
+    probs[0, 1] = wrong
+    with pytest.raises(ArgumentError, match=r"probs rows \[\[0, 1\]\] are no distributions"):
+        DraftProposal(("a",), (2,), TOKENS, probs)
+    DraftProposal(("a",), (1,), TOKENS, probs)  # a row past the count may hold anything
