@@ -44,7 +44,7 @@ NumDrafts = Annotated[
 def demo(
     device: Device = "cpu",
     num_speculative_tokens: NumDrafts = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="new tokens a prompt")] = 192,
+    max_tokens: Annotated[int, typer.Option(min=1, help="new tokens a prompt")] = 96,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     seed: Annotated[int, typer.Option(help="of all random streams")] = 0,
     backend: Backend = None,
