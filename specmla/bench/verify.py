@@ -153,7 +153,13 @@ def _row(
     rel_err = relative_error(got.out, oracle.exact.out)
     row = dataclasses.replace(row, rel_err=rel_err if math.isfinite(rel_err) else None)
     try:
-        assert_attention_within_budget(got, oracle.exact, oracle.plain, oracle.plain_lse)
+        assert_attention_within_budget(
+            got,
+            oracle.exact,
+            oracle.plain,
+            oracle.plain_lse,
+            score_width=case.latent_cache.shape[-1],
+        )
     except AssertionError as wrong:
         return dataclasses.replace(row, status=WRONG, reason=f"wrong result, not timed: {wrong}")
     return dataclasses.replace(

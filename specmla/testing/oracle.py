@@ -45,5 +45,6 @@ def assert_matches_oracle(
         run_oracle(case, part, torch.float64),
         plain,
         plain.lse if lse_dtype is dtype else run_oracle(case, part, lse_dtype).lse,
+        score_width=case.latent_cache.shape[-1],
         factor=factor,
     )

@@ -91,6 +91,33 @@ def test_a_wrong_result_is_outside_the_budget(make: object, dtype: torch.dtype) 
         assert_matches_oracle(AttentionOutput(wrong.out.to(dtype), wrong.lse), case, case.tables())
 
 
+def test_scores_summed_in_order_are_within_the_budget_and_tf32_scores_are_not() -> None:
+    case = make_case([(3, 700)], num_heads=4, dtype=torch.float32)
+    exact = run_oracle(case, case.tables(), torch.float64)
+    # What the first of three rows sees; cells beyond the length are absurd on purpose.
+    page_ids = case.tables().block_table[0, : -(-698 // case.latent_cache.shape[1])].long()
+    keys = case.latent_cache[page_ids].flatten(0, 1)[:698].double()
+    query = torch.cat((case.q_latent, case.q_rope), dim=-1)[0]
+
+    def first_row(scores: torch.Tensor) -> AttentionOutput:
+        got = AttentionOutput(exact.out.clone(), exact.lse.clone())
+        scaled = scores.double() * case.softmax_scale
+        got.out[0] = scaled.softmax(dim=-1) @ keys[:, : exact.out.shape[-1]]
+        got.lse[0] = scaled.logsumexp(dim=-1)
+        return AttentionOutput(got.out.float(), got.lse.float())
+
+    in_order = torch.zeros(4, 698)
+    for j in range(query.shape[-1]):
+        in_order += query[:, j, None] * keys[:, j].float()
+    assert_matches_oracle(first_row(in_order), case, case.tables())
+
+    def tf32(x: torch.Tensor) -> torch.Tensor:
+        return (x.float().view(torch.int32) & ~0x1FFF).view(torch.float32).double()
+
+    with pytest.raises(AssertionError, match="exceeds the budget"):
+        assert_matches_oracle(first_row(tf32(query) @ tf32(keys).T), case, case.tables())
+
+
 def test_a_row_without_keys_must_be_exactly_empty() -> None:
     case = make_case([(2, 1), (1, 5)], num_heads=2, kv_lora_rank=16, rope_dim=8)
     got = run_oracle(case, case.tables(), torch.float32)
@@ -112,7 +139,7 @@ def test_dtypes_and_shapes_must_agree() -> None:
     with pytest.raises(AssertionError, match="shape"):
         assert_within_budget(got.out[1:], got.out, got.out)
     with pytest.raises(AssertionError, match="shape"):
-        assert_lse_within_budget(got.lse[1:], got.lse, got.lse)
+        assert_lse_within_budget(got.lse[1:], got.lse, got.lse, score_width=24)
 
 
 def test_the_message_names_the_worst_row() -> None:
@@ -128,4 +155,4 @@ def test_a_plain_computation_that_is_not_finite_sets_no_budget() -> None:
     with pytest.raises(AssertionError, match="plain computation is not finite"):
         assert_within_budget(exact, exact, exact * math.nan)
     with pytest.raises(AssertionError, match="plain computation is not finite"):
-        assert_lse_within_budget(exact[0], exact[0], exact[0] * math.nan)
+        assert_lse_within_budget(exact[0], exact[0], exact[0] * math.nan, score_width=8)
