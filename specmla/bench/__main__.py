@@ -1,4 +1,4 @@
-"""The benchmark command: `python -m specmla.bench verify|step|env`.
+"""The benchmark command: `python -m specmla.bench verify|grid|plot|step|env`.
 
 Exit status: 0 if everything asked for was measured or refused with its reason, 1 if a provider's
 result is wrong (it isn't timed), 2 for bad arguments or if nothing could be measured. Bad arguments
@@ -13,29 +13,29 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
-
-import torch
 
 from specmla.bench import plot
+from specmla.bench.arguments import (
+    Parser,
+    add_common,
+    add_dims,
+    add_peers,
+    add_reps,
+    at_least,
+    check_outputs,
+    dtype_of,
+    peer_files,
+)
 from specmla.bench.environment import collect_env
+from specmla.bench.grid_command import add_grid, add_plot
 from specmla.bench.progress import progress
 from specmla.bench.provider import get_provider
 from specmla.bench.report import TIMED, WRONG, VerifyRow, document, table, write_json
 from specmla.bench.step import StepOptions, measure_step, step_lines
 from specmla.bench.timing import method
 from specmla.bench.verify import VerifyOptions, check_batch, run_batch
-from specmla.errors import ArgumentError, SpecMLAError
+from specmla.errors import SpecMLAError
 from specmla.mask import DraftMask
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a usage error as one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="specmla.bench", description="Measure specmla.")
+def _parser() -> Parser:
+    parser = Parser(prog="specmla.bench", description="Measure specmla.")
     commands = parser.add_subparsers(required=True, metavar="command")
     verify = commands.add_parser(
         "verify",
@@ -67,91 +67,44 @@ def _parser() -> _Parser:
     verify.set_defaults(run=_verify)
     add = verify.add_argument
     add("--batch", nargs="+", required=True, metavar="SPEC", help="batches, e.g. 32q4s8k")
-    add("--heads", nargs="+", type=_at_least(1), default=[16], help="query heads (default 16)")
+    add("--heads", nargs="+", type=at_least(1), default=[16], help="query heads (default 16)")
     add("--impl", nargs="+", required=True, metavar="NAME", help="providers; ratios to the first")
-    add("--page-size", type=_at_least(1), default=64, help="tokens a page (default 64)")
+    add("--page-size", type=at_least(1), default=64, help="tokens a page (default 64)")
     add("--mask", choices=[m.value for m in DraftMask], default="causal")
-    add("--rank", type=_at_least(1), default=512, help="kv_lora_rank (default 512)")
-    add("--rope", type=_at_least(0), default=64, help="qk_rope_head_dim (default 64)")
-    add("--seed", type=_at_least(0), default=0, help="of the random inputs (default 0)")
     add("--plot", type=Path, metavar="FILE", help="draw a bar chart (.png, .svg, .pdf)")
-    _add_common(verify)
+    add_dims(verify)
+    add_peers(verify)
+    add_reps(verify)
+    add_common(verify)
     step = commands.add_parser("step", help="host time of VerifyStep.plan and commit")
     step.set_defaults(run=_step)
     add = step.add_argument
-    add("--requests", type=_at_least(1), default=32, help="batch size (default 32)")
-    add("--drafts", type=_at_least(0), default=4, help="drafts a request (default 4)")
-    add("--prompt-len", type=_at_least(1), default=8192, help="cached tokens (default 8192)")
-    add("--page-size", type=_at_least(1), default=64, help="tokens a page (default 64)")
+    add("--requests", type=at_least(1), default=32, help="batch size (default 32)")
+    add("--drafts", type=at_least(0), default=4, help="drafts a request (default 4)")
+    add("--prompt-len", type=at_least(1), default=8192, help="cached tokens (default 8192)")
+    add("--page-size", type=at_least(1), default=64, help="tokens a page (default 64)")
     add("--impl", metavar="NAME", help="backend that plans (default: the best that serves)")
-    _add_common(step)
+    add_reps(step)
+    add_common(step)
+    add_grid(commands)
+    add_plot(commands)
     env = commands.add_parser("env", help="print versions, device and commit as JSON")
     env.set_defaults(run=lambda args, words: print(json.dumps(collect_env(words), indent=1)) or 0)
     return parser
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    gpu = torch.cuda.is_available()
-    add = parser.add_argument
-    add("--device", type=_device, default="cuda" if gpu else "cpu", help="default: a GPU if any")
-    add("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
-    add("--reps", type=_at_least(1), default=50, help="timed repetitions (default 50)")
-    add("--json", type=Path, metavar="FILE", help="write figures and environment")
-
-
-def _at_least(least: int) -> functools.partial[int]:
-    return functools.partial(_integer, least)
-
-
-def _integer(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= {least}")
-    return int(text)
-
-
-def _device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a device of torch") from error
-    if device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not served, accepted are cpu and cuda")
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise argparse.ArgumentTypeError(f"{text!r} is not there, torch sees {count} GPUs")
-    return device
-
-
-def _dtype(args: argparse.Namespace) -> torch.dtype:
-    return DTYPES[args.dtype or ("bf16" if args.device.type == "cuda" else "fp32")]
-
-
-def _check_outputs(json_file: Path | None, plot_file: Path | None = None) -> None:
-    """Refuse what could not be written or drawn, before anything is measured."""
-    found = []
-    for path in filter(None, (json_file, plot_file)):
-        if path.is_dir() or not path.resolve().parent.is_dir():
-            found.append(f"{path} can't be written, accepted is a file in an existing folder")
-    if plot_file is not None and plot_file.suffix not in plot.SUFFIXES:
-        found.append(f"--plot is {plot_file}, accepted are names ending in {list(plot.SUFFIXES)}")
-    if plot_file is not None and not plot.is_available():
-        found.append(plot.HINT)
-    if found:
-        raise ArgumentError("; ".join(found))
 
 
 def _verify(args: argparse.Namespace, words: Sequence[str]) -> int:
     mask = DraftMask(args.mask)
     for batch in args.batch:
         check_batch(batch, mask)
-    makers = [functools.partial(get_provider, name) for name in args.impl]
+    makers = [functools.partial(get_provider, name, peer_files(args)) for name in args.impl]
     for make in makers:
         make()  # an unknown name is refused before anything is measured
-    _check_outputs(args.json, args.plot)
+    check_outputs(args.json, args.plot)
     options = VerifyOptions(
         page_size=args.page_size,
         mask=mask,
-        dtype=_dtype(args),
+        dtype=dtype_of(args),
         kv_lora_rank=args.rank,
         rope_dim=args.rope,
         device=args.device,
@@ -185,7 +138,7 @@ def _report(args: argparse.Namespace, words: Sequence[str], rows: Sequence[Verif
 
 
 def _step(args: argparse.Namespace, words: Sequence[str]) -> int:
-    _check_outputs(args.json)
+    check_outputs(args.json)
     options = StepOptions(
         num_requests=args.requests,
         num_drafts=args.drafts,
@@ -193,7 +146,7 @@ def _step(args: argparse.Namespace, words: Sequence[str]) -> int:
         page_size=args.page_size,
         backend=args.impl,
         device=args.device,
-        dtype=_dtype(args),
+        dtype=dtype_of(args),
         reps=args.reps,
     )
     figures = measure_step(options)

@@ -10,6 +10,7 @@ from typing import Any
 
 MIB = 2**20
 TIMED, REFUSED, WRONG = "timed", "refused", "wrong"
+ABSENT, FAILED = "absent", "failed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,28 @@ class VerifyRow:
     plan_us: float | None = None
     scratch_bytes: int | None = None
     method: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GridRow(VerifyRow):
+    """One provider at one point of the grid, with what else is measured there.
+
+    Attributes:
+        status: also "absent" (not installed) and "failed" (it raised; the reason says what).
+        plan_us: here only what the backend's plan costs, the device awaited, without the tables.
+        host_us: time until an eager call returns, plan excluded; None on a CPU.
+        checked_requests: of the batch, compared with float64.
+        calls, rounds: timed calls in a pass, and passes.
+        note: what a reader of the figure must know.
+        run: index into the file's `env["runs"]`.
+    """
+
+    host_us: float | None = None
+    checked_requests: int | None = None
+    calls: int | None = None
+    rounds: int | None = None
+    note: str | None = None
+    run: int | None = None
 
 
 COLUMNS = (

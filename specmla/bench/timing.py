@@ -59,11 +59,10 @@ def time_calls(calls: Sequence[Callable[[], object]], device: torch.device, *, r
         reps: passes that are timed, after a warm-up.
     """
     if device.type != "cuda":
-        return _summary(_wall_times(calls, reps))
+        return summary(_wall_times(calls, reps))
     with torch.cuda.device(device):
         many = [*calls] * -(-MIN_CALLS // len(calls))
-        _warm_up(calls[:3])
-        return _summary(_replay_times(_captured(many), reps, len(many)))
+        return summary(_replay_times(capture(many), reps, len(many)))
 
 
 def host_us(call: Callable[[], object], device: torch.device, *, reps: int) -> float:
@@ -107,7 +106,17 @@ def _warm_up(calls: Sequence[Callable[[], object]]) -> None:
     torch.cuda.synchronize()
 
 
-def _captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """Run a few of `calls`, then capture all of them in one graph on the current device.
+
+    Raises:
+        RuntimeError: they can't be captured.
+    """
+    _warm_up(calls[:3])
+    return _graph_of(calls)
+
+
+def _graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
@@ -131,7 +140,8 @@ def _replay_times(graph: torch.cuda.CUDAGraph, reps: int, calls: int) -> list[fl
     return [1e3 * before.elapsed_time(after) / calls for before, after in itertools.pairwise(marks)]
 
 
-def _summary(times: Sequence[float]) -> Timing:
+def summary(times: Sequence[float]) -> Timing:
+    """Give the median and both outer tenths of some times."""
     ordered = sorted(times)
     last = len(ordered) - 1
     return Timing(

@@ -172,7 +172,7 @@ def _first_call(provider: Provider, case: VerifyCase) -> tuple[Any, AttentionOut
     device = torch.device(case.spec.device)
     if device.type != "cuda":
         plan = provider.plan(case)
-        return plan, provider.run(case, case.latent_cache, plan), None
+        return plan, provider.result(provider.run(case, case.latent_cache, plan), plan), None
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -180,7 +180,7 @@ def _first_call(provider: Provider, case: VerifyCase) -> tuple[Any, AttentionOut
     got = provider.run(case, case.latent_cache, plan)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    return plan, got, peak - got.out.nbytes - got.lse.nbytes
+    return plan, provider.result(got, plan), peak - got.out.nbytes - got.lse.nbytes
 
 
 def _figures(

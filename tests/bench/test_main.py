@@ -32,7 +32,7 @@ GOOD = ["verify", "--batch", "1q1s8", "--impl", "reference"]
         (["verify", "--batch", "32x", "--impl", "reference"], "'32x' is not [count]q<rows>"),
         (["verify", "--batch", "4q0s8", "--impl", "reference"], "no query rows"),
         (["verify", "--batch", "1q65s99", "--mask", "tree", "--impl", "reference"], "at most 64"),
-        (["verify", "--batch", "1q1s8", "--impl", "nope"], "backend is 'nope', accepted are"),
+        (["verify", "--batch", "1q1s8", "--impl", "nope"], "provider is 'nope', accepted are"),
         (["verify", "--batch", "1q1s8"], "--impl"),
         ([*GOOD, "--mask", "odd"], "'causal', 'full', 'tree'"),
         ([*GOOD, "--heads", "0"], "'0' is not an integer >= 1"),

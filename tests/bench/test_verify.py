@@ -79,7 +79,7 @@ def providers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Provider]:
     """Providers that the command finds by name, beside the real ones."""
     extra: dict[str, Provider] = {}
     monkeypatch.setattr(
-        command, "get_provider", lambda name: extra[name] if name in extra else get_provider(name)
+        command, "get_provider", lambda name, files: extra.get(name) or get_provider(name, files)
     )
     return extra
 

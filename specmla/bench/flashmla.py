@@ -1,0 +1,142 @@
+"""FlashMLA's dense decode kernel for Hopper as a provider, from its own operator library.
+
+    dense_decode_fwd(q [B, Q, H, A], cache [N, 64, 1, A], C, seq_lens, block_table, scale, causal,
+                     schedule | None, splits | None)
+        -> (out [B, Q, H, C], lse [B, H, Q], schedule, splits)
+
+The first call makes the schedule, later ones take it: that is its plan. It knows one Q a batch, so
+that ragged requests are padded in front to the longest (a causal row counts from the last key).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmla.backends.base import AttentionOutput, Requirements
+from specmla.bench.peers import PeerLibrary, shape_problems
+from specmla.mask import DraftMask
+from specmla.testing import VerifyCase, make_verify_part
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class FlashMLAPlan:
+    """What every call takes.
+
+    Attributes:
+        query: [B, Q, H, A], Q the longest; padding rows are zero.
+        seq_lens: [B] int32. block_table: [B, M] int32.
+        real_rows: [T] int64, where the packed rows lie in B * Q, or None if all are real.
+        schedule, splits: of the first call.
+    """
+
+    query: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    real_rows: Tensor | None
+    schedule: Tensor | None = None
+    splits: Tensor | None = None
+
+
+class FlashMLAProvider:
+    """Attends by FlashMLA, if its library was given or is installed."""
+
+    name = "flashmla"
+    checks_lse = False
+    schedule_attends = True
+
+    def __init__(self, file: Path | None = None) -> None:
+        self.library = PeerLibrary(
+            option="--flashmla",
+            package="flash_mla",
+            member="_C_legacy.abi3.so",
+            namespace="flash_mla_legacy",
+            file=file,
+        )
+
+    def missing(self) -> list[str]:
+        """Ask the library."""
+        return self.library.missing()
+
+    def problems(self, need: Requirements) -> list[str]:
+        """List what it can't serve; ragged queries are padded, see `note`."""
+        shape = shape_problems(
+            need, page_sizes=f"[{PAGE_SIZE}]", serves_page=need.page_size == PAGE_SIZE
+        )
+        return [*self.missing(), *shape]
+
+    def note(self, case: VerifyCase) -> str | None:
+        """Say how far a ragged batch was padded."""
+        lens = [r.query_len for r in case.requests]
+        total = max(lens) * len(lens)
+        if total == sum(lens):
+            return None
+        return f"padded to {max(lens)} rows a request: {total} instead of {sum(lens)}"
+
+    def plan(self, case: VerifyCase) -> FlashMLAPlan:
+        """Lay the queries out and make the schedule by a first call."""
+        part = make_verify_part(
+            case.requests,
+            case.spec.mask,
+            page_size=case.spec.page_size,
+            device=case.spec.device,
+            unused_cell=0,
+        )
+        query, real_rows = _padded(case)
+        plan = FlashMLAPlan(query, part.seq_lens, part.block_table, real_rows)
+        _, _, schedule, splits = self._call(case, case.latent_cache, plan)
+        return dataclasses.replace(plan, schedule=schedule, splits=splits)
+
+    def schedule(self, case: VerifyCase, plan: FlashMLAPlan) -> None:
+        """Make the schedule again; the library only does so together with a call."""
+        fresh = dataclasses.replace(plan, schedule=None, splits=None)
+        self._call(case, case.latent_cache, fresh)
+
+    def run(self, case: VerifyCase, latent_cache: Tensor, plan: FlashMLAPlan) -> AttentionOutput:
+        """Attend: out [B, Q, H, C] and LSE [B, H, Q], padding included."""
+        out, lse, _, _ = self._call(case, latent_cache, plan)
+        return AttentionOutput(out, lse)
+
+    def result(self, got: AttentionOutput, plan: FlashMLAPlan) -> AttentionOutput:
+        """Pack the real rows: out [T, H, C], LSE [T, H]."""
+        out, lse = got.out.flatten(0, 1), got.lse.transpose(1, 2).flatten(0, 1)
+        if plan.real_rows is None:
+            return AttentionOutput(out, lse)
+        return AttentionOutput(out[plan.real_rows], lse[plan.real_rows])
+
+    def _call(self, case: VerifyCase, cache: Tensor, plan: FlashMLAPlan) -> tuple[Any, ...]:
+        attend: Callable[..., tuple[Any, ...]] = self.library.operator("dense_decode_fwd")
+        return attend(
+            plan.query,
+            cache.unsqueeze(2),
+            case.spec.kv_lora_rank,
+            plan.seq_lens,
+            plan.block_table,
+            case.softmax_scale,
+            case.spec.mask is DraftMask.CAUSAL,
+            plan.schedule,
+            plan.splits,
+        )
+
+
+def _padded(case: VerifyCase) -> tuple[Tensor, Tensor | None]:
+    """Give queries [B, Q, H, A] and where the packed rows lie in them (None: everywhere)."""
+    packed = torch.cat([case.q_latent, case.q_rope], dim=-1)
+    lens = [r.query_len for r in case.requests]
+    longest = max(lens)
+    shape = (len(lens), longest, *packed.shape[1:])
+    if sum(lens) == len(lens) * longest:
+        return packed.view(shape), None
+    places = [(i + 1) * longest - n + row for i, n in enumerate(lens) for row in range(n)]
+    real_rows = torch.tensor(places, dtype=torch.int64, device=packed.device)
+    query = packed.new_zeros(len(lens) * longest, *packed.shape[1:])
+    query[real_rows] = packed
+    return query.view(shape), real_rows
