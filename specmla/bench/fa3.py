@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from specmla.backends.base import AttentionOutput, Requirements
-from specmla.bench.peers import PeerLibrary, shape_problems
+from specmla.bench.peers import PeerLibrary, lse_or_nan, shape_problems
 from specmla.mask import DraftMask
 from specmla.metadata import VerifyPart
 from specmla.testing import VerifyCase, make_verify_part
@@ -133,7 +133,8 @@ class FA3Provider:
 
     def result(self, got: AttentionOutput, plan: FA3Plan) -> AttentionOutput:
         """Give the LSE as [T, H]."""
-        return AttentionOutput(got.out, got.lse.transpose(0, 1))
+        rows, heads, _ = got.out.shape
+        return AttentionOutput(got.out, lse_or_nan(got.lse, (heads, rows)).transpose(0, 1))
 
     def _metadata(self, case: VerifyCase, part: VerifyPart) -> Tensor:
         make: Callable[..., Tensor] = self.library.operator("get_scheduler_metadata")

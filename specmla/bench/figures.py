@@ -12,12 +12,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from specmla.bench.grid_figures import grid_figures
+
 RESULTS = Path(str(files("specmla"))) / "bench" / "results"
 
 
 def figures() -> str:
     """Give the whole block of the README."""
-    return "\n\n".join([_verify(), _step(), _loop(), _training()])
+    return "\n\n".join([_verify(), *_grid(), _step(), _loop(), _training()])
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -63,6 +65,11 @@ def _verify() -> str:
         + _table(header, rows)
         + "\n\n`python -m specmla.bench verify --batch 32q4s8k --heads 16 --impl triton rows`"
     )
+
+
+def _grid() -> list[str]:
+    """Nothing until the grid has been measured."""
+    return grid_figures(_load("h200")) if (RESULTS / "h200.json").exists() else []
 
 
 def _step() -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionOutput, Requirements
-from specmla.bench.peers import PeerLibrary, shape_problems
+from specmla.bench.peers import PeerLibrary, lse_or_nan, shape_problems
 from specmla.mask import DraftMask
 from specmla.testing import VerifyCase, make_verify_part
 
@@ -107,7 +107,9 @@ class FlashMLAProvider:
 
     def result(self, got: AttentionOutput, plan: FlashMLAPlan) -> AttentionOutput:
         """Pack the real rows: out [T, H, C], LSE [T, H]."""
-        out, lse = got.out.flatten(0, 1), got.lse.transpose(1, 2).flatten(0, 1)
+        batch, longest, heads, _ = plan.query.shape
+        out = got.out.flatten(0, 1)
+        lse = lse_or_nan(got.lse, (batch, heads, longest)).transpose(1, 2).flatten(0, 1)
         if plan.real_rows is None:
             return AttentionOutput(out, lse)
         return AttentionOutput(out[plan.real_rows], lse[plan.real_rows])

@@ -29,8 +29,9 @@ from specmla.bench.workload import GridOptions, Workload, make_workload
 from specmla.errors import SpecMLAError
 
 PASS_US = 2000.0
-"""A pass takes at least about this long, so that the gap before it weighs little."""
-MOST_CALLS = 512
+"""A pass takes about this long or longer, so that the gap before it weighs little."""
+FIXED_US = 8.0
+"""Least time of a call beyond its floor, to guess how many calls make a pass."""
 PLAN_REPS = 5
 HOST_CALLS = 20
 
@@ -154,10 +155,10 @@ def _check(provider: Provider, load: Workload, oracle: SampledOracle, row: GridR
 
 def _calls(one: Checked, load: Workload, ceilings: Ceilings) -> list[Callable[[], object]]:
     """Give the calls of a pass: over all windows in turn, until it is long enough."""
-    floor_us = max(ceilings.floor_us(*load.cost), PASS_US / MOST_CALLS)
-    count = min(MOST_CALLS, max(len(load.windows), math.ceil(PASS_US / floor_us)))
-    if load.case.q_latent.device.type != "cuda":
-        count = len(load.windows)
+    count = len(load.windows)
+    if load.case.q_latent.device.type == "cuda":
+        each_us = FIXED_US + ceilings.floor_us(*load.cost)
+        count = max(count, math.ceil(PASS_US / each_us))
     windows = [load.windows[i % len(load.windows)] for i in range(count)]
     return [functools.partial(one.provider.run, load.case, cache, one.plan) for cache in windows]
 

@@ -32,7 +32,7 @@ from specmla.bench.report import WRONG, GridRow
 from specmla.bench.targets import target_table
 from specmla.bench.timing import method
 from specmla.bench.verify import check_batch
-from specmla.bench.workload import GridOptions, make_pool
+from specmla.bench.workload import COLD_FACTOR, GridOptions, make_pool
 from specmla.errors import ArgumentError
 from specmla.mask import DraftMask
 
@@ -120,7 +120,7 @@ def _grid(args: argparse.Namespace, words: Sequence[str]) -> int:
         return 0
     options = GridOptions(dtype_of(args), args.rank, args.rope, args.device, args.seed)
     found = measure_ceilings(options.device, options.dtype)
-    env = collect_env(words) | {"mode": method(options.device), "ceilings": found}
+    env = collect_env(words) | {"mode": method(options.device, COLD_FACTOR), "ceilings": found}
     run = Run(
         points=left,
         providers=providers,

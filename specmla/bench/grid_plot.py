@@ -34,7 +34,9 @@ def draw_all(document: Mapping[str, Any], folder: Path) -> list[Path]:
 
 def draw_roofline(found: Comparison, path: Path) -> None:
     """Draw TFLOP/s over query rows a request, one point a timed row, under both ceilings."""
-    figure, axes = _canvas(9.0, 5.6)
+    figure, axes = _canvas(9.0, 6.0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     names = [name for name in COLORS if any(provider == name for _, provider in found.rows)]
     for i, name in enumerate(names):
         points = [p for p, provider in found.rows if provider == name and found.value(p, name)]
@@ -54,16 +56,18 @@ def draw_roofline(found: Comparison, path: Path) -> None:
                 zorder=3,
             )
     _draw_ceilings(axes, found)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     ticks = [16, 32, 64, 128, 256, 512, 1024]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlim(12, 1500)
     axes.set_xlabel("query rows a request (most rows of a ragged batch) x heads")
     axes.set_ylabel("TFLOP/s")
     axes.grid(True, which="major", color="#e6e6e6", linewidth=0.7)
-    axes.set_title(_title(found, f"hollow: floor below {LATENCY_US:.0f} µs"), fontsize=10)
-    axes.legend(loc="lower right", fontsize=9, framealpha=1.0)
+    axes.set_title(
+        _title(found, f"hollow: floor below {LATENCY_US:.0f} µs; side by side: the same rows"),
+        fontsize=10,
+    )
+    if names:
+        axes.legend(loc="lower right", fontsize=9, framealpha=1.0)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
@@ -118,20 +122,16 @@ def _draw_ceilings(axes: Any, found: Comparison) -> None:
     slope = rate * FLOPS_PER_BYTE_AND_ROW / 1e3
     ridge = peak / slope
     rows: Sequence[float] = [10, ridge, 2000]
-    axes.plot(
-        rows, [min(peak, slope * row) for row in rows], color="black", linewidth=1.3, zorder=2
+    axes.plot(rows, [min(peak, slope * row) for row in rows], color="black", linewidth=1.3)
+    axes.set_ylim(top=peak * 2)
+    labels = (
+        (420, peak, f"bf16 product, {peak:.0f} TFLOP/s", "center"),
+        (12.5, slope * 36, f"copy, {rate / 1e3:.2f} TB/s,\neach cached row read once", "left"),
     )
-    axes.text(ridge * 1.25, peak * 1.08, f"bf16 product {peak:.0f} TFLOP/s", fontsize=9)
-    axes.annotate(
-        f"copy {rate / 1e3:.2f} TB/s, each cached row read once",
-        (24, slope * 24),
-        xytext=(-4, 8),
-        textcoords="offset points",
-        ha="right" if slope * 24 > peak else "left",
-        rotation=0,
-        fontsize=9,
-    )
-    axes.set_ylim(top=peak * 1.6)
+    for x, y, text, side in labels:
+        axes.annotate(
+            text, (x, y), (0, 6), textcoords="offset points", ha=side, va="bottom", fontsize=9
+        )
 
 
 def _write_cell(axes: Any, x: int, y: int, duel: Duel | None) -> None:

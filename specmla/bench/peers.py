@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specmla.backends.base import Requirements
 from specmla.mask import DraftMask
@@ -79,6 +80,11 @@ def _load(file: Path) -> str | None:
         cause = error.__cause__ or error
         return str(cause).splitlines()[0]
     return None
+
+
+def lse_or_nan(lse: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Give an LSE of the shape its library documents, else NaN: the check then notes it."""
+    return lse if lse.shape == shape else lse.new_full(shape, float("nan"))
 
 
 def shape_problems(

@@ -16,7 +16,7 @@ HEADER = ["target", "required", "aim", "reached", "better peer", "ratio", "verdi
 class Goal(NamedTuple):
     """What is wanted of one figure: at most (`least` false) or at least these values.
 
-    `ratio` tells that the figure is a ratio already.
+    `is_ratio` tells that the figure is a ratio of times already.
     """
 
     title: str
@@ -25,6 +25,7 @@ class Goal(NamedTuple):
     unit: str
     least: bool = False
     is_ratio: bool = False
+    digits: int = 2
 
     def met(self, value: float, wanted: float) -> bool:
         """Tell whether a value is as good as wanted."""
@@ -32,7 +33,7 @@ class Goal(NamedTuple):
 
     def show(self, value: float) -> str:
         """Format a value with its unit."""
-        return f"{value:.{2 if self.unit in ('x', 'TB/s') else 0}f} {self.unit}"
+        return f"{value:.{self.digits}f} {self.unit}".rstrip()
 
 
 class Judged(NamedTuple):
@@ -65,28 +66,36 @@ class Judged(NamedTuple):
 
 
 POINTS = (
-    (Point("32q4s8k", 16), "us", Goal("32 x 8k, 16 heads, q 4", 84, 80, "µs")),
+    (Point("32q4s8k", 16), "us", Goal("32 x 8k, 16 heads, q 4", 84, 80, "µs", digits=1)),
     (Point("128q4s4k", 16), "gbps", Goal("128 x 4k, 16 heads, q 4", 3.85, 4.0, "TB/s", least=True)),
     (
         Point("32q2s8k", 128),
         "tflops",
-        Goal("32 x 8k, 128 heads, q 2", 630, 680, "TFLOP/s", least=True),
+        Goal("32 x 8k, 128 heads, q 2", 630, 680, "TFLOP/s", least=True, digits=0),
     ),
-    (Point("1q4s4k", 16), "us", Goal("1 x 4k, 16 heads, q 4", 12, 9, "µs")),
-    (Point("1q4s128k", 16), "us", Goal("1 x 128k, 16 heads, q 4", 50, 45, "µs")),
-    (Point("32q1-8s8k", 16), "us", Goal("32 x 8k, 16 heads, ragged 1..8", 112, 100, "µs")),
-    (Point("32q1-4s8k", 128), "us", Goal("32 x 8k, 128 heads, ragged 1..4", 300, 280, "µs")),
+    (Point("1q4s4k", 16), "us", Goal("1 x 4k, 16 heads, q 4", 12, 9, "µs", digits=1)),
+    (Point("1q4s128k", 16), "us", Goal("1 x 128k, 16 heads, q 4", 50, 45, "µs", digits=1)),
+    (
+        Point("32q1-8s8k", 16),
+        "us",
+        Goal("32 x 8k, 16 heads, ragged 1..8", 112, 100, "µs", digits=1),
+    ),
+    (
+        Point("32q1-4s8k", 128),
+        "us",
+        Goal("32 x 8k, 128 heads, ragged 1..4", 300, 280, "µs", digits=0),
+    ),
 )
 CLASSES = (
     (PointClass.LATENCY, 1.35, 1.8),
     (PointClass.MEMORY, 1.08, 1.2),
     (PointClass.COMPUTE, 0.97, 1.05),
 )
-LOWEST = Goal("compute-bound, lowest ratio", 0.93, 1.0, "x", least=True, is_ratio=True)
+LOWEST = Goal("compute-bound, lowest ratio", 0.93, 1.0, "", least=True, is_ratio=True)
 TREE, CHAIN = (Point("32q16s8k", 16, mask.value) for mask in (DraftMask.TREE, DraftMask.CAUSAL))
-TREE_COST = Goal("tree of 16 nodes over a chain of 16 rows", 1.05, 1.0, "x")
-ERROR = Goal("relative error over FlashMLA's, geometric mean", 1.0, 1.0, "x")
-HOST = Goal("host time of an eager call, plan excluded, median", 40, 20, "µs")
+TREE_COST = Goal("tree of 16 nodes over a chain of 16 rows", 1.05, 1.0, "")
+ERROR = Goal("relative error over FlashMLA's, geometric mean", 1.0, 1.0, "", digits=3)
+HOST = Goal("host time of an eager call, plan excluded, median", 40, 20, "µs", digits=1)
 
 
 def judge(document: Mapping[str, Any]) -> list[Judged]:
@@ -112,7 +121,7 @@ def target_table(document: Mapping[str, Any]) -> str:
 def _class_line(found: Comparison, kind: PointClass, required: float, aim: float) -> Judged:
     ratios = [duel.ratio for duel in found.duels() if duel.kind is kind]
     title = f"{kind.value}, geometric mean of {len(ratios)} points"
-    goal = Goal(title, required, aim, "x", least=True, is_ratio=True)
+    goal = Goal(title, required, aim, "", least=True, is_ratio=True)
     return Judged(goal, geometric_mean(ratios) if ratios else None)
 
 

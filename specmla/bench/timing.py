@@ -32,21 +32,21 @@ class Timing(NamedTuple):
     us_p90: float
 
 
-def num_copies(bytes_each: int, device: torch.device) -> int:
-    """Copies of `bytes_each` bytes that keep L2 cold on `device`; one on a CPU."""
+def num_copies(bytes_each: int, device: torch.device, factor: int = COLD_FACTOR) -> int:
+    """Copies of `bytes_each` bytes, `factor` times L2 in all, that keep it cold; one on a CPU."""
     if device.type != "cuda":
         return 1
-    target = COLD_FACTOR * torch.cuda.get_device_properties(device).L2_cache_size
+    target = factor * torch.cuda.get_device_properties(device).L2_cache_size
     return min(max(2, -(-target // max(bytes_each, 1))), MAX_COPIES)
 
 
-def method(device: torch.device) -> str:
+def method(device: torch.device, factor: int = COLD_FACTOR) -> str:
     """Describe how `time_calls` measures, for the report."""
     if device.type != "cuda":
         return "eager wall time on the CPU, median"
     return (
         "CUDA-graph replay between events, cold L2 (calls rotate over copies of the cache of "
-        f">= {COLD_FACTOR} x L2 in all, at most {MAX_COPIES}), median"
+        f">= {factor} x L2 in all, at most {MAX_COPIES}), median"
     )
 
 

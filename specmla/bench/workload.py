@@ -14,11 +14,14 @@ from torch import Tensor
 from specmla.bench.cost import Cost, verify_cost
 from specmla.bench.points import Point
 from specmla.bench.pool import PagePool
-from specmla.bench.timing import COLD_FACTOR, num_copies
+from specmla.bench.timing import num_copies
 from specmla.bench.verify import NOPE_HEAD_DIM
 from specmla.mask import DraftMask
 from specmla.metadata import RequestKind, RequestRows
 from specmla.testing import CaseSpec, VerifyCase, parse_batch, random_parents
+
+COLD_FACTOR = 3
+"""Windows together are this many times L2: fewer calls to capture than `verify` takes."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def make_workload(point: Point, pool: PagePool, options: GridOptions) -> Workloa
         qk_rope_head_dim=options.rope_dim,
         itemsize=options.dtype.itemsize,
     )
-    most = num_copies(cost.cache_bytes, options.device)
+    most = num_copies(cost.cache_bytes, options.device, COLD_FACTOR)
     windows = pool.windows(point.page_size, _num_pages(point), most)
     generator = torch.Generator(options.device).manual_seed(spec.seed)
     shape = (sum(r.query_len for r in requests), point.heads)
