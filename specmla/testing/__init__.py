@@ -1,6 +1,10 @@
 """Test kit for kernels and backends: batch grammar, hostile inputs, error budgets.
 
-Needs nothing but torch and the library. A typical test of a backend:
+Needs nothing but torch and the library. The whole test of a backend:
+
+    check_backend(backend, device="cuda").raise_if_failed()
+
+One case by itself:
 
     case = make_case("3q5s65,1q0s7", num_heads=12, kv_lora_rank=64, rope_dim=16, page_size=16)
     assert_matches_oracle(case.attend(backend), case, case.tables())
@@ -22,7 +26,9 @@ from specmla.testing.case import (
     make_case,
     random_parents,
 )
-from specmla.testing.oracle import assert_matches_oracle, run_oracle
+from specmla.testing.check import check_backend
+from specmla.testing.check_report import CheckReport
+from specmla.testing.oracle import Oracle, assert_matches_oracle, run_oracle
 from specmla.testing.tables import ABSURD_PAGE, make_verify_part, overwrite_unused_cells
 
 __all__ = [
@@ -30,12 +36,15 @@ __all__ = [
     "DEEPSEEK_SCALE",
     "QUERY_LAYOUTS",
     "CaseSpec",
+    "CheckReport",
+    "Oracle",
     "RequestLens",
     "VerifyCase",
     "assert_attention_within_budget",
     "assert_lse_within_budget",
     "assert_matches_oracle",
     "assert_within_budget",
+    "check_backend",
     "make_case",
     "make_verify_part",
     "overwrite_unused_cells",

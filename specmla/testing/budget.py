@@ -30,12 +30,21 @@ In float64 itself no better oracle exists: the plain error is that of another su
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 _FLOAT64_FLOOR = 1e-12
+
+
+class RowError(AssertionError):
+    """A row is wrong; `row` is its place, [t, h]."""
+
+    def __init__(self, message: str, row: Sequence[int]) -> None:
+        super().__init__(message)
+        self.row = tuple(row)
 
 
 class Attended(Protocol):
@@ -140,7 +149,7 @@ def assert_lse_within_budget(
         return
     truth, value = exact.double(), got.to(exact.device).double()
     empty = truth == -torch.inf
-    assert torch.equal(value == -torch.inf, empty), f"{label}: -inf stands at the wrong rows"
+    _assert_no_row((value == -torch.inf) != empty, f"{label}: -inf stands at the wrong rows")
     keep = ~empty
     if not keep.any():
         return
@@ -176,7 +185,8 @@ def assert_attention_within_budget(
     """
     assert_lse_within_budget(got.lse, exact.lse, plain_lse, score_width=score_width, factor=factor)
     empty = got.lse == -torch.inf
-    assert bool((got.out[empty] == 0).all()), "out: a row without keys is not exactly 0"
+    stale = empty & (got.out != 0).any(-1)
+    _assert_no_row(stale, "out: a row without keys is not exactly 0")
     floor = None
     if got.out.dtype is torch.float32 and not bool(empty.all()):
         size = float(exact.lse[exact.lse != -torch.inf].abs().max())
@@ -201,7 +211,15 @@ def _assert_below(errors: Tensor, limit: float, label: str) -> None:
         return
     at = [int(i) for i in torch.unravel_index(errors.argmax(), errors.shape)]
     bad = int((errors > limit).sum())
-    raise AssertionError(
+    raise RowError(
         f"{label}: error {worst:.3e} at row {at} exceeds the budget {limit:.3e}; "
-        f"{bad} of {errors.numel()} rows do"
+        f"{bad} of {errors.numel()} rows do",
+        at,
     )
+
+
+def _assert_no_row(wrong: Tensor, message: str) -> None:
+    found = wrong.nonzero().tolist()
+    if found:
+        many = f"{len(found)} of {wrong.numel()} rows are"
+        raise RowError(f"{message}; row {found[0]} is, {many}", found[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from specmla.backends.base import AttentionBackend, AttentionOutput
 from specmla.errors import ArgumentError
 from specmla.mask import MAX_TREE_NODES, DraftMask
 from specmla.metadata import RequestKind, RequestRows, VerifyPart
+from specmla.query import QueryLenSupport, decode_rows
 from specmla.testing.batch import parse_batch
 from specmla.testing.tables import ABSURD_PAGE, make_verify_part
 
@@ -108,9 +110,15 @@ class VerifyCase:
         )
 
     def planned(self, backend: AttentionBackend, tables: VerifyPart | None = None) -> VerifyPart:
-        """Let a backend that takes several rows a request plan the case's tables, or others."""
+        """Let a backend plan the case's tables, or others, with row tables if it needs them."""
+        part = tables or self.tables()
+        single = backend.capabilities.query_len_support is QueryLenSupport.SINGLE_ONLY
+        if single and part.rows is None:
+            lens = torch.tensor(part.query_lens, device=part.row_extent.device)
+            rows = decode_rows(part.row_extent, part.block_table, lens, part.num_rows)
+            part = dataclasses.replace(part, rows=rows)
         return backend.plan(
-            tables or self.tables(),
+            part,
             num_heads=self.spec.num_heads,
             kv_lora_rank=self.spec.kv_lora_rank,
             dtype=self.spec.dtype,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from specmla.backends.base import AttentionOutput
 from specmla.metadata import VerifyPart
@@ -22,6 +25,56 @@ def run_oracle(case: VerifyCase, part: VerifyPart, dtype: torch.dtype) -> Attent
     )
 
 
+@dataclass(frozen=True)
+class Oracle:
+    """What a right result for a case is, and how far a right one may be off.
+
+    Attributes:
+        dtype: of query, cache and result.
+        exact: the specification in float64.
+        plain: the specification in `dtype`.
+        plain_lse: [T, H], LSE of the specification in float32 (in float64 for float64).
+        score_width: A, products that a score sums.
+    """
+
+    dtype: torch.dtype
+    exact: AttentionOutput
+    plain: AttentionOutput
+    plain_lse: Tensor
+    score_width: int
+
+    @classmethod
+    def of(cls, case: VerifyCase, part: VerifyPart) -> Oracle:
+        """Run the specification on a case with these tables."""
+        dtype = case.spec.dtype
+        plain = run_oracle(case, part, dtype)
+        lse_dtype = torch.promote_types(dtype, torch.float32)
+        plain_lse = plain.lse if lse_dtype is dtype else run_oracle(case, part, lse_dtype).lse
+        exact = run_oracle(case, part, torch.float64)
+        return cls(dtype, exact, plain, plain_lse, case.latent_cache.shape[-1])
+
+    def check(self, got: Attended, *, factor: float = 2.0) -> None:
+        """Assert that a result is right, in output, LSE and empty rows.
+
+        Args:
+            got: out [T, H, C] in the case's dtype, lse [T, H] float32.
+            factor: as in `assert_within_budget`.
+
+        Raises:
+            AssertionError: names the result, the worst row, its error and the budget.
+        """
+        assert got.out.dtype is self.dtype, f"out is {got.out.dtype}, {self.dtype} expected"
+        assert got.lse.dtype is torch.float32, f"lse is {got.lse.dtype}, torch.float32 expected"
+        assert_attention_within_budget(
+            got,
+            self.exact,
+            self.plain,
+            self.plain_lse,
+            score_width=self.score_width,
+            factor=factor,
+        )
+
+
 def assert_matches_oracle(
     got: Attended, case: VerifyCase, part: VerifyPart, *, factor: float = 2.0
 ) -> None:
@@ -35,16 +88,4 @@ def assert_matches_oracle(
     Raises:
         AssertionError: names the result, the worst row, its error and the budget.
     """
-    dtype = case.spec.dtype
-    assert got.out.dtype is dtype, f"out is {got.out.dtype}, {dtype} expected"
-    assert got.lse.dtype is torch.float32, f"lse is {got.lse.dtype}, torch.float32 expected"
-    plain = run_oracle(case, part, dtype)
-    lse_dtype = torch.promote_types(dtype, torch.float32)
-    assert_attention_within_budget(
-        got,
-        run_oracle(case, part, torch.float64),
-        plain,
-        plain.lse if lse_dtype is dtype else run_oracle(case, part, lse_dtype).lse,
-        score_width=case.latent_cache.shape[-1],
-        factor=factor,
-    )
+    Oracle.of(case, part).check(got, factor=factor)
