@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from specmla.mask import DraftMask
 FIRST_POINT_S = 20.0
 """What a point may cost before one was measured: kernels are compiled."""
 SLACK = 1.5
+RECENT = 8
 
 
 def add_grid(commands: Any) -> None:
@@ -96,15 +98,14 @@ class Run:
 def within_budget(
     points: Sequence[Point], budget_s: float, clock: Callable[[], float], start: float
 ) -> Iterator[Point]:
-    """Give points while the longest one so far would still fit into the budget."""
-    longest = FIRST_POINT_S
-    for i, point in enumerate(points):
+    """Give points while the longest of the last few would still fit into the budget."""
+    recent = deque([FIRST_POINT_S], maxlen=RECENT)
+    for point in points:
         before = clock()
-        if before - start + SLACK * longest > budget_s:
+        if before - start + SLACK * max(recent) > budget_s:
             return
         yield point
-        took = clock() - before
-        longest = took if i == 0 else max(longest, took)
+        recent.append(clock() - before)
 
 
 def _grid(args: argparse.Namespace, words: Sequence[str]) -> int:

@@ -216,3 +216,20 @@ def test_kernels_under_the_interpreter(name: str) -> None:
     pool = make_pool([point], OPTIONS)
     (row,) = measure_point(point, [get_provider(name)], pool, CEILINGS, OPTIONS)
     assert row.status == "timed", row.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", ["1q4s1k", "8q1-4s2k"])
+def test_point_on_the_gpu(batch: str) -> None:
+    device = torch.device("cuda")
+    options = GridOptions(torch.bfloat16, 512, 64, device)
+    point = Point(batch, 16)
+    found = measure_ceilings(device, torch.bfloat16)
+    ceilings = Ceilings(found["copy_gbps"], found["gemm_tflops"])
+    providers = [get_provider(name) for name in ("triton", "rows")]
+    rows = measure_point(point, providers, make_pool([point], options), ceilings, options)
+    assert [row.status for row in rows] == ["timed", "timed"], rows
+    for row in rows:
+        assert row.us is not None
+        assert row.us > ceilings.floor_us(int((row.gbps or 0) * row.us * 1e3), 0)
+        assert (row.host_us or 0) > 0

@@ -154,16 +154,24 @@ def test_lost_device_ends_the_run_and_keeps_the_rows(
     assert len(rows_of(tmp_path / "g.json")) == 1
 
 
+def run_within(budget: float, *seconds: float) -> float:
+    """Walk over points that take `seconds` (the last one over and over); gives the end time."""
+    now, times = [0.0], [*seconds, *[seconds[-1]] * 200]
+    points = [Point(f"1q1s{i}", 1) for i in range(1, 150)]
+    for took, _ in zip(times, within_budget(points, budget, lambda: now[0], 0.0), strict=False):
+        now[0] += took
+    return now[0]
+
+
 def test_budget_stops_before_it_is_used_up() -> None:
-    now = [0.0]
-    points = [Point(f"1q1s{i}", 1) for i in range(1, 99)]
-    taken = []
-    for point in within_budget(points, 100.0, lambda: now[0], 0.0):
-        taken.append(point)
-        now[0] += 25.0 if len(taken) == 1 else 10.0
-    # 25, then tens while 1.5 x 25 more would still fit.
-    assert now[0] == 65.0
-    assert len(taken) == 5
+    # After 25, tens while 1.5 x 25 more would still fit.
+    assert run_within(100.0, 25.0, 10.0) == 65.0
+    assert run_within(60.0, 10.0) == 40.0  # 1.5 x 20 s, what a first point may take
+
+
+def test_a_long_point_is_forgotten_after_some_others() -> None:
+    assert run_within(200.0, 90.0, 5.0) == 90.0
+    assert run_within(300.0, 90.0, 5.0) == 295.0
 
 
 def test_budget_too_small_for_anything() -> None:
