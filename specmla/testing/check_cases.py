@@ -7,6 +7,7 @@ and rows are not: one ragged batch holds many of them, and few forms are used.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from specmla.backends.base import AttentionBackend, Capabilities
 from specmla.errors import UnsupportedError
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
-from specmla.testing.case import CaseSpec
+from specmla.testing.case import QUERY_LAYOUTS, CaseSpec
 from specmla.testing.check_case import Check, CheckCase, spec_lens
 
 LENGTHS = (0, 1, 63, 64, 65, 127, 128)
@@ -135,11 +136,12 @@ def _lengths(spec: CaseSpec, has: Capabilities) -> Iterator[CheckCase]:
 def _forms(spec: CaseSpec, has: Capabilities) -> Iterator[CheckCase]:
     """Forms that are compiled one by one."""
     few = [(1, 63), (2, 65), (4, 300), (7, 128), (0, 5), (3, 2)]
-    for heads in HEADS:
-        yield _case(f"heads-{heads}", spec, batch=few, num_heads=heads)
+    for heads, layout in zip(HEADS, itertools.cycle(QUERY_LAYOUTS)):
+        yield _case(f"heads-{heads}", spec, batch=few, num_heads=heads, query_layout=layout)
     for page_size in PAGE_SIZES:
         if page_size != spec.page_size and not page_size % has.page_size_multiple:
-            yield _case(f"page-{page_size}", spec, batch=RAGGED, page_size=page_size)
+            changes: dict[str, Any] = {"page_size": page_size, "page_gap": 640}
+            yield _case(f"page-{page_size}", spec, batch=RAGGED, **changes)
     yield _case("windows", spec, Check.DECODES, batch=RAGGED, windows=True)
     if DraftMask.FULL in has.masks:
         yield _case("windows-full", spec, batch=RAGGED, mask=DraftMask.FULL, windows=True)
