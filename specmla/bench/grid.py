@@ -75,6 +75,18 @@ def measure_point(
     return list(rows.values())
 
 
+def failed_point(
+    point: Point, providers: Sequence[Provider], options: GridOptions, error: Exception
+) -> list[GridRow]:
+    """Give the rows of a point that could not be measured at all: the next run passes it by."""
+    text = f"the point failed: {_describe(error)}"
+    return [_reason(_empty_row(point, p, options), FAILED, text) for p in providers]
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def device_is_lost(device: torch.device) -> bool:
     """Tell whether an error has taken the device down for this process."""
     if device.type != "cuda":
@@ -131,8 +143,7 @@ def _prepare(
     except SpecMLAError as error:
         return _reason(row, REFUSED, str(error))
     except Exception as error:  # one provider's failure, of whatever kind, must not end the grid
-        first = (str(error).splitlines() or [""])[0]
-        return _reason(row, FAILED, f"{step}: {type(error).__name__}: {first}")
+        return _reason(row, FAILED, f"{step}: {_describe(error)}")
 
 
 def _check(provider: Provider, load: Workload, oracle: SampledOracle, row: GridRow) -> Checked:

@@ -24,12 +24,12 @@ from specmla.bench.arguments import (
 )
 from specmla.bench.ceilings import Ceilings, measure_ceilings
 from specmla.bench.environment import collect_env
-from specmla.bench.grid import device_is_lost, measure_point
+from specmla.bench.grid import device_is_lost, failed_point, measure_point
 from specmla.bench.ledger import Ledger
 from specmla.bench.points import EVERYWHERE, SOMEWHERE, SUBSETS, Point, providers_of, select
 from specmla.bench.pool import PagePool
 from specmla.bench.provider import Provider, get_provider
-from specmla.bench.report import WRONG, GridRow
+from specmla.bench.report import FAILED, WRONG, GridRow
 from specmla.bench.targets import target_table
 from specmla.bench.timing import method
 from specmla.bench.verify import check_batch
@@ -91,7 +91,10 @@ class Run:
         """Measure one point with the providers that are meant to be there."""
         names = providers_of(point, self.wanted)
         here = [p for p in self.providers if p.name in names]
-        rows = measure_point(point, here, self.pool, self.ceilings, self.options)
+        try:
+            rows = measure_point(point, here, self.pool, self.ceilings, self.options)
+        except RuntimeError as error:
+            rows = failed_point(point, here, self.options, error)
         return [dataclasses.replace(row, run=self.number) for row in rows]
 
 
@@ -174,7 +177,7 @@ def _line(point: Point, rows: Sequence[GridRow], seconds: float) -> str:
     ]
     name = f"{point.batch} {point.heads} heads {point.mask} page {point.page_size}"
     lines = [f"{name}: {', '.join(cells)} ({seconds:.2f} s)"]
-    odd = [row for row in rows if row.status in (WRONG, "failed")]
+    odd = [row for row in rows if row.status in (WRONG, FAILED)]
     return "\n".join(lines + [f"    {row.provider}: {row.reason}" for row in odd])
 
 

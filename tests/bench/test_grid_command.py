@@ -146,6 +146,24 @@ def test_file_is_written_after_each_point(
     assert len(rows_of(file)) == 1
 
 
+def test_point_that_fails_as_a_whole_is_noted_and_passed_by(
+    tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "g.json"
+    real = grid_command.measure_point
+
+    def failing(point: Point, *rest: Any) -> Any:
+        if point.batch == TWO[1]:
+            raise RuntimeError("out of memory\ntrace")
+        return real(point, *rest)
+
+    monkeypatch.setattr(grid_command, "measure_point", failing)
+    grid(*TWO, "--providers", "counting", "--json", str(file))
+    first, second = rows_of(file)
+    assert first["reason"] == "the point failed: RuntimeError: out of memory"
+    assert (first["status"], second["status"]) == ("failed", "timed")
+
+
 def test_lost_device_ends_the_run_and_keeps_the_rows(
     tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
