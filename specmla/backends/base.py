@@ -36,6 +36,7 @@ class Requirements:
     page_size: int
     masks: frozenset[DraftMask] = frozenset({DraftMask.CAUSAL})
     query_len_support: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Capabilities:
         rope_dims: accepted qk_rope_head_dim values, or None for any.
         min_capability: least CUDA compute capability, or None.
         priority: higher is preferred by `select_backend`.
+        batch_invariant: can be built so that a row's bits depend on its own query and keys alone.
         summary: one line for people.
     """
 
@@ -67,6 +69,7 @@ class Capabilities:
     rope_dims: tuple[int, ...] | None = None
     min_capability: tuple[int, int] | None = None
     priority: int = 0
+    batch_invariant: bool = False
     summary: str = ""
 
 
@@ -78,6 +81,8 @@ class AttentionBackend(abc.ABC):
     """
 
     capabilities: Capabilities
+    batch_invariant: bool = False
+    """Whether this one was built so."""
 
     def problems(self, need: Requirements) -> list[str]:
         """List every reason why this backend can't serve `need`; empty if it can."""
@@ -99,6 +104,9 @@ class AttentionBackend(abc.ABC):
         ):
             if accepted is not None and got not in accepted:
                 found.append(f"{label} is {got}, accepted are {list(accepted)}")
+        if need.batch_invariant and not self.batch_invariant:
+            way = "built with batch_invariant=True" if has.batch_invariant else "another backend"
+            found.append(f"batch_invariant is needed, accepted is {way}")
         missing = sorted(m.value for m in need.masks - has.masks)
         if missing:
             served = sorted(m.value for m in has.masks)

@@ -12,12 +12,8 @@ from specmla.backends.base import AttentionOutput, Capabilities
 from specmla.backends.triton_base import TritonKernelsBackend
 from specmla.errors import require
 from specmla.kernels import inputs
-from specmla.kernels.launch import (
-    choose_num_splits,
-    describe_device,
-    find_entry,
-    reserve,
-)
+from specmla.kernels.launch import describe_device, find_entry
+from specmla.kernels.plan import StepShape
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
 
@@ -30,9 +26,7 @@ class RowsBackend(TritonKernelsBackend):
 
     The form that single-token decode kernels impose on a verify: a fallback and a cross-check.
 
-    Args:
-        num_splits: splits of every row instead of the rule (tests, sweeps, fixed results).
-        config: launch entry of the row kernel instead of the table's.
+    The arguments are those of `TritonKernelsBackend`.
     """
 
     capabilities = Capabilities(
@@ -46,6 +40,7 @@ class RowsBackend(TritonKernelsBackend):
         rope_dims=inputs.ROPE_DIMS,
         min_capability=(8, 0),
         priority=10,
+        batch_invariant=True,
         summary="each row a single-token decode: the cache is read once a row",
     )
 
@@ -57,18 +52,19 @@ class RowsBackend(TritonKernelsBackend):
         kv_lora_rank: int,
         dtype: torch.dtype = torch.bfloat16,
     ) -> VerifyPart:
-        """Choose the splits of a step and reserve their scratch, shared by all layers."""
-        device = part.seq_lens.device
-        found = describe_device(device)
-        entry = self.config or find_entry(
-            "rows", found.arch, num_heads, dtype.itemsize, part.page_size
-        )
-        programs = -(-num_heads // entry.block_m) * part.num_rows
-        steps = -(-part.max_seq_len // entry.block_n)
-        slots = found.num_sms * entry.programs_per_sm
-        splits = self.num_splits or choose_num_splits(programs, steps, slots)
-        shape = (part.num_rows, num_heads, kv_lora_rank)
-        return dataclasses.replace(part, plan=reserve(splits, shape, device))
+        """Cut every row's keys into pieces on the device; see `TritonBackend.plan`.
+
+        Raises:
+            ArgumentError: a part without row tables.
+        """
+        require(_table_problems(part), "RowsBackend.plan")
+        assert part.rows is not None
+        arch = describe_device(part.seq_lens.device).arch
+        entry = self.config or find_entry("rows", arch, num_heads, dtype.itemsize, part.page_size)
+        shape = StepShape(part.num_rows, part.num_rows, num_heads, kv_lora_rank, dtype.itemsize)
+        keys = part.rows.block_table.shape[1] * part.page_size
+        plan = self.make_plan(part.plan, shape, entry, None, part.rows.seq_lens, keys)
+        return dataclasses.replace(part, plan=plan)
 
     def forward_mqa(
         self,
@@ -90,14 +86,9 @@ class RowsBackend(TritonKernelsBackend):
         found = inputs.mqa_problems(q_latent, q_rope, latent_cache, part)
         if part.mask not in self.capabilities.masks or part.tree_bits is not None:
             found.append(f"mask is {part.mask.value!r}, accepted are 'causal' and 'full'")
-        if part.rows is None:
-            found.append("part.rows is None, accepted are the row tables (`query.decode_rows`)")
+        found += _table_problems(part)
         require(found or inputs.plan_problems(part.plan, q_latent), "RowsBackend.forward_mqa")
         assert part.rows is not None
-        arch = describe_device(q_latent.device).arch
-        entry = self.config or find_entry(
-            "rows", arch, q_latent.shape[1], q_latent.element_size(), part.page_size
-        )
         with torch.cuda.device_of(q_latent):
             out, lse = rows_attention(
                 q_latent,
@@ -106,7 +97,12 @@ class RowsBackend(TritonKernelsBackend):
                 part.rows,
                 part.row_start,
                 part.plan,
-                entry,
                 softmax_scale,
             )
         return AttentionOutput(out, lse)
+
+
+def _table_problems(part: VerifyPart) -> list[str]:
+    if part.rows is None:
+        return ["part.rows is None, accepted are the row tables (`query.decode_rows`)"]
+    return []

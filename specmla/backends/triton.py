@@ -12,12 +12,8 @@ from specmla.backends.base import AttentionOutput, Capabilities
 from specmla.backends.triton_base import TritonKernelsBackend
 from specmla.errors import require
 from specmla.kernels import inputs
-from specmla.kernels.launch import (
-    choose_num_splits,
-    describe_device,
-    find_entry,
-    reserve,
-)
+from specmla.kernels.launch import describe_device, find_entry
+from specmla.kernels.plan import StepShape
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
 
@@ -25,12 +21,15 @@ if TYPE_CHECKING:
     from specmla.metadata import VerifyPart
 
 
+LARGEST_TILE = 1 << 30
+"""Packed rows that only the largest entry of a launch table is meant for."""
+
+
 class TritonBackend(TritonKernelsBackend):
     """Attends by the packed kernel: a request's rows share tiles, the cache is read once a tile.
 
-    Args:
-        num_splits: splits of every request instead of the rule (tests, sweeps, fixed results).
-        config: launch entry of the packed kernel instead of the table's.
+    The arguments are those of `TritonKernelsBackend`. A batch-invariant one takes the largest tile
+    for every query length.
     """
 
     capabilities = Capabilities(
@@ -44,6 +43,7 @@ class TritonBackend(TritonKernelsBackend):
         rope_dims=inputs.ROPE_DIMS,
         min_capability=(8, 0),
         priority=20,
+        batch_invariant=True,
         summary="packed rows of ragged requests, split keys, all masks; the CPU only interprets",
     )
 
@@ -55,19 +55,20 @@ class TritonBackend(TritonKernelsBackend):
         kv_lora_rank: int,
         dtype: torch.dtype = torch.bfloat16,
     ) -> VerifyPart:
-        """Choose the splits of a step and reserve their scratch, shared by all layers."""
-        device = part.seq_lens.device
-        found = describe_device(device)
-        rows = part.max_query_len * num_heads
-        entry = self.config or find_entry(
-            "packed", found.arch, rows, dtype.itemsize, part.page_size
-        )
-        tiles = sum(-(-q * num_heads // entry.block_m) for q in part.query_lens)
-        steps = -(-part.max_seq_len // entry.block_n)
-        slots = found.num_sms * entry.programs_per_sm
-        splits = self.num_splits or choose_num_splits(tiles, steps, slots)
-        shape = (part.num_rows, num_heads, kv_lora_rank)
-        return dataclasses.replace(part, plan=reserve(splits, shape, device))
+        """Cut the step into pieces on the device, from its live lengths; shared by all layers.
+
+        Nothing is read back and no size depends on a length, so a captured plan follows the rows,
+        requests and lengths of its replay, within T, B and the width of the table. A part that
+        has a plan of the same shape gets it again, written anew.
+        """
+        arch = describe_device(part.seq_lens.device).arch
+        # Where rows must get the same bits in any company, the largest tile serves every Q.
+        rows = LARGEST_TILE if self.batch_invariant else part.max_query_len * num_heads
+        entry = self.config or find_entry("packed", arch, rows, dtype.itemsize, part.page_size)
+        shape = StepShape(part.num_rows, part.num_requests, num_heads, kv_lora_rank, dtype.itemsize)
+        keys = part.block_table.shape[1] * part.page_size
+        plan = self.make_plan(part.plan, shape, entry, part.query_start, part.seq_lens, keys)
+        return dataclasses.replace(part, plan=plan)
 
     def forward_mqa(
         self,
@@ -87,13 +88,8 @@ class TritonBackend(TritonKernelsBackend):
 
         found = inputs.mqa_problems(q_latent, q_rope, latent_cache, part)
         require(found or inputs.plan_problems(part.plan, q_latent), "TritonBackend.forward_mqa")
-        rows = part.max_query_len * q_latent.shape[1]
-        arch = describe_device(q_latent.device).arch
-        entry = self.config or find_entry(
-            "packed", arch, rows, q_latent.element_size(), part.page_size
-        )
         with torch.cuda.device_of(q_latent):
             out, lse = packed_attention(
-                q_latent, q_rope, latent_cache, part, part.plan, entry, softmax_scale
+                q_latent, q_rope, latent_cache, part, part.plan, softmax_scale
             )
         return AttentionOutput(out, lse)

@@ -1,4 +1,4 @@
-"""What the backends over Triton kernels share: where they run, overrides, prompts by MHA."""
+"""What the backends over Triton kernels share: where they run, their plan, prompts by MHA."""
 
 from __future__ import annotations
 
@@ -11,31 +11,49 @@ from torch import Tensor
 from specmla.backends.base import AttentionBackend, AttentionOutput, Requirements
 from specmla.errors import require
 from specmla.kernels import inputs
+from specmla.kernels.plan import CutRule, PiecePlan, StepShape, fitting_plan
 
 if TYPE_CHECKING:
     from specmla.kernels.launch import LaunchEntry
     from specmla.metadata import PrefillPart
+
+PIECE_KEYS = 1024
+"""Keys of a piece of batch-invariant results."""
 
 
 class TritonKernelsBackend(AttentionBackend):
     """A backend whose kernels are Triton's.
 
     Args:
-        num_splits: splits of every request instead of the rule (tests, sweeps, fixed results).
+        num_splits: pieces of every tile instead of balanced ones (tests, sweeps).
         config: launch entry of the decode kernel instead of the table's.
+        batch_invariant: cut at multiples of `piece_keys` and run one form of the kernels: the bits
+            of a row depend on its own query and keys alone, not on other requests nor on how many
+            rows its request brings. Scratch then grows with the width of the block table.
+        piece_keys: keys of such a piece.
 
     Raises:
-        ArgumentError: fewer than one split.
+        ArgumentError: fewer than one split or key, or splits of batch-invariant results.
     """
 
-    def __init__(self, num_splits: int | None = None, config: LaunchEntry | None = None) -> None:
-        require(
-            [f"num_splits is {num_splits}, accepted are None and values >= 1"]
-            if num_splits is not None and num_splits < 1
-            else [],
-            type(self).__name__,
-        )
-        self.num_splits, self.config = num_splits, config
+    def __init__(
+        self,
+        num_splits: int | None = None,
+        config: LaunchEntry | None = None,
+        *,
+        batch_invariant: bool = False,
+        piece_keys: int = PIECE_KEYS,
+    ) -> None:
+        found = []
+        if num_splits is not None and num_splits < 1:
+            found.append(f"num_splits is {num_splits}, accepted are None and values >= 1")
+        if num_splits is not None and batch_invariant:
+            found.append(f"num_splits is {num_splits}, accepted with batch_invariant is None")
+        if piece_keys < 1:
+            found.append(f"piece_keys is {piece_keys}, accepted are values >= 1")
+        require(found, type(self).__name__)
+        self.config, self.batch_invariant = config, batch_invariant
+        self.rule = CutRule(num_splits, piece_keys if batch_invariant else None)
 
     def unavailable(self) -> list[str]:
         """Report a missing triton package."""
@@ -50,6 +68,39 @@ class TritonKernelsBackend(AttentionBackend):
         from specmla.kernels.prims import INTERPRETED
 
         return found + inputs.device_problems(need.device, need.dtype, INTERPRETED)
+
+    def make_plan(
+        self,
+        earlier: object,
+        shape: StepShape,
+        entry: LaunchEntry,
+        query_start: Tensor | None,
+        seq_lens: Tensor,
+        table_keys: int,
+    ) -> PiecePlan:
+        """Cut a step on the device, in the buffers of `earlier` if that plan fits.
+
+        Args:
+            earlier: the part's plan so far.
+            shape: of the step. entry: launch parameters of its kernel.
+            query_start: [B + 1] int32, or None: one row a request. seq_lens: [B] int32.
+            table_keys: keys of a request that the block table has room for.
+
+        Raises:
+            ArgumentError: `piece_keys` is no multiple of the entry's steps.
+        """
+        from specmla.kernels.pieces import fill_plan
+
+        keys = self.rule.piece_keys
+        wrong = keys is not None and keys % entry.block_n
+        require(
+            [f"piece_keys is {keys}, accepted are multiples of {entry.block_n}"] if wrong else [],
+            f"{type(self).__name__}.plan",
+        )
+        plan = fitting_plan(earlier, shape, entry, self.rule, table_keys, seq_lens.device)
+        with torch.cuda.device_of(seq_lens):
+            fill_plan(plan, query_start, seq_lens)
+        return plan
 
     def forward_mha(
         self,

@@ -1,4 +1,4 @@
-"""Merge of split attention: partial outputs and their LSE into one row, in float32."""
+"""Merge of the pieces of cut tiles: partial outputs and their LSE into rows, in float32."""
 
 # Kernel bodies are typed by Triton, not by Python.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -9,123 +9,152 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specmla.kernels.launch import FP_FUSION, SplitPlan
-from specmla.kernels.prims import MAX_FLOOR, live_splits
+from specmla.kernels.launch import FP_FUSION, describe_device
+from specmla.kernels.pieces import FIELDS
+from specmla.kernels.plan import PiecePlan
+from specmla.kernels.prims import MAX_FLOOR
 
-FEW_SPLITS = 8
-"""Up to so many splits one program merges a whole row; beyond, rows are cut into column chunks."""
+FEW_PIECES = 8
+"""Up to so many pieces a program merges a whole row; beyond, rows are cut into column chunks."""
 
 COLUMN_CHUNK = 128
-"""Columns of a program that merges many splits."""
+"""Columns of a program that merges many pieces."""
 
-SPLIT_CHUNK = 32
-"""Most splits that a program loads at a time."""
+PIECE_CHUNK = 32
+"""Most pieces that a program loads at a time."""
+
+PROGRAMS_PER_SM = 16
+"""Programs of four warps that fit one SM; each takes rows in turn."""
 
 
-@triton.jit(
-    do_not_specialize=["num_splits", "max_rows"],
-    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr"],
-)
-def combine_kernel(
-    partial_ptr,  # [T, H, splits, C] float32, contiguous
-    partial_lse_ptr,  # [T, H, splits] float32, contiguous
-    out_ptr,  # [T, H, C]
-    lse_ptr,  # [T, H] float32, contiguous
-    query_start_ptr,  # [B + 1] int32, or None: one row a request
-    seq_lens_ptr,  # [B] int32
-    num_splits,
-    max_rows,  # packed rows of the largest request
-    stride_out_t,
-    stride_out_h,
-    H: tl.constexpr,
+@triton.jit
+def merge_row(
+    partial_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    record,
+    lane,
+    column,
     C: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    SPLIT_CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Merge some columns of one packed row; a row without keys becomes output 0 and LSE -inf."""
-    request, row = tl.program_id(0) // max_rows, tl.program_id(0) % max_rows
-    chunk = tl.program_id(1)
-    first_row = request
-    num_rows = 1
-    if query_start_ptr is not None:
-        first_row = tl.load(query_start_ptr + request)
-        num_rows = tl.load(query_start_ptr + request + 1) - first_row
-    if row >= num_rows * H:
-        return
-    live = live_splits(tl.load(seq_lens_ptr + request), num_splits, SPLIT_BLOCK)
-    t = (first_row + row // H).to(tl.int64)
-    h = (row % H).to(tl.int64)
-    first = (t * H + h) * num_splits
+    """Merge COLUMNS columns of row `lane` of a cut tile, CHUNK pieces at a time, in key order.
 
-    every = tl.arange(0, MAX_SPLITS)
-    lse = tl.load(partial_lse_ptr + first + every, mask=every < live, other=float("-inf"))
-    top = tl.maximum(tl.max(lse, axis=0), MAX_FLOOR)
-    total = tl.sum(tl.exp(lse - top), axis=0)
+    A row without keys becomes output 0 and LSE -inf. Pieces without keys change no bit.
+    """
+    first, step, pieces = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    row = (tl.load(record + 3) + lane).to(tl.int64)
+    columns = column + tl.arange(0, COLUMNS)
+    top = tl.max(tl.full([CHUNK], MAX_FLOOR, tl.float32), axis=0)
+    total = top * 0.0
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, pieces, CHUNK):
+        piece = start + tl.arange(0, CHUNK)
+        held = piece < pieces
+        at = (first + piece * step).to(tl.int64) * BLOCK_M + lane
+        lse = tl.load(partial_lse_ptr + at, mask=held, other=float("-inf"))
+        source = partial_ptr + (at * C)[:, None] + columns[None, :]
+        part = tl.load(source, mask=held[:, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, axis=0))
+        weight = tl.exp(lse - new_top)
+        shrink = tl.exp(top - new_top)
+        # An empty piece may carry any bits: its weight is 0, and so must be its product.
+        part = tl.where((weight > 0.0)[:, None], part, 0.0) * weight[:, None]
+        acc = acc * shrink + tl.sum(part, axis=0)
+        total = total * shrink + tl.sum(weight, axis=0)
+        top = new_top
     empty = total == 0.0
     safe = tl.where(empty, 1.0, total)
-
-    columns = chunk * COLUMNS + tl.arange(0, COLUMNS)
-    acc = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, live, SPLIT_CHUNK):
-        splits = start + tl.arange(0, SPLIT_CHUNK)
-        held = splits < live
-        part_lse = tl.load(partial_lse_ptr + first + splits, mask=held, other=float("-inf"))
-        weight = tl.exp(part_lse - top)[:, None]
-        at = partial_ptr + (first + splits)[:, None] * C + columns[None, :]
-        part = tl.load(at, mask=held[:, None], other=0.0)
-        # An empty split may carry any bits: its weight is 0, and so must be its product.
-        acc += tl.sum(tl.where(weight > 0.0, part, 0.0) * weight, axis=0)
-
-    out_at = out_ptr + t * stride_out_t + h * stride_out_h + columns
-    tl.store(out_at, (acc / safe).to(out_ptr.dtype.element_ty))
-    if chunk == 0:
-        tl.store(lse_ptr + t * H + h, tl.where(empty, float("-inf"), top + tl.log(safe)))
+    out = tl.div_rn(acc, tl.zeros_like(acc) + safe)
+    tl.store(out_ptr + row * C + columns, out.to(out_ptr.dtype.element_ty))
+    if column == 0:
+        tl.store(lse_ptr + row, tl.where(empty, float("-inf"), top + tl.log(safe)))
 
 
-def combine(
-    out: Tensor,
-    lse: Tensor,
-    plan: SplitPlan,
-    split_block: int,
-    query_start: Tensor | None,
-    seq_lens: Tensor,
-    max_query_len: int,
-) -> None:
-    """Merge the plan's partial results into `out` [T, H, C] and `lse` [T, H].
+@triton.jit
+def combine_kernel(
+    partial_ptr,  # [slots, BLOCK_M, C] float32
+    partial_lse_ptr,  # [slots, BLOCK_M] float32
+    merge_ptr,  # [1 + cut tiles, FIELDS] int32
+    out_ptr,  # [T, H, C], contiguous
+    lse_ptr,  # [T, H] float32, contiguous
+    C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    FEW: tl.constexpr,  # pieces that a program merges at once in a whole row, or 0
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Merge every listed tile; programs take its rows, or parts of them, in turn."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    rows = tl.load(merge_ptr) * BLOCK_M
+    if FEW > 0:
+        is_few = tl.load(merge_ptr + 1) <= FEW
+        for item in range(program, tl.where(is_few, rows, 0), programs):
+            record = merge_ptr + (1 + item // BLOCK_M) * FIELDS
+            lane = item % BLOCK_M
+            if lane < tl.load(record + 4):
+                merge_row(
+                    partial_ptr,
+                    partial_lse_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    record,
+                    lane,
+                    0,
+                    C=C,
+                    BLOCK_M=BLOCK_M,
+                    COLUMNS=C,
+                    CHUNK=FEW,
+                )
+        rows = tl.where(is_few, 0, rows)
+    for item in range(program, rows * (C // COLUMNS), programs):
+        row, part = item // (C // COLUMNS), item % (C // COLUMNS)
+        record = merge_ptr + (1 + row // BLOCK_M) * FIELDS
+        lane = row % BLOCK_M
+        if lane < tl.load(record + 4):
+            merge_row(
+                partial_ptr,
+                partial_lse_ptr,
+                out_ptr,
+                lse_ptr,
+                record,
+                lane,
+                part * COLUMNS,
+                C=C,
+                BLOCK_M=BLOCK_M,
+                COLUMNS=COLUMNS,
+                CHUNK=CHUNK,
+            )
+
+
+def combine(out: Tensor, lse: Tensor, plan: PiecePlan) -> None:
+    """Merge the plan's partial results into `out` [T, H, C] and `lse` [T, H], where there are any.
 
     Args:
-        out: any float dtype, last stride 1.
+        out: any float dtype, contiguous.
         lse: float32, contiguous.
-        plan: holds the partials.
-        split_block: keys of a step of the attention kernel, which the splits were cut by.
-        query_start: [B + 1] int32, or None where every request is one row (B = T).
-        seq_lens: [B] int32, the lengths that were split.
-        max_query_len: host bound of the rows of a request.
+        plan: holds the partials and the list of cut tiles.
     """
-    assert plan.partial_out is not None
-    assert plan.partial_lse is not None
-    num_heads, rank = out.shape[1:]
-    most = 1 << (plan.num_splits - 1).bit_length()
-    columns = rank if most <= FEW_SPLITS else min(rank, COLUMN_CHUNK)
-    max_rows = max_query_len * num_heads
-    combine_kernel[(seq_lens.shape[0] * max_rows, rank // columns)](
+    if not plan.bounds.slots:
+        return
+    rank, block_m = plan.shape.rank, plan.entry.block_m
+    columns = min(rank, COLUMN_CHUNK)
+    most = (plan.merges.shape[0] - 1) * block_m * (rank // columns)
+    programs = min(most, describe_device(out.device).num_sms * PROGRAMS_PER_SM)
+    combine_kernel[(programs,)](
         plan.partial_out,
         plan.partial_lse,
+        plan.merges,
         out,
         lse,
-        query_start,
-        seq_lens,
-        plan.num_splits,
-        max_rows,
-        out.stride(0),
-        out.stride(1),
-        H=num_heads,
         C=rank,
-        SPLIT_BLOCK=split_block,
-        MAX_SPLITS=most,
-        SPLIT_CHUNK=min(most, SPLIT_CHUNK),
+        BLOCK_M=block_m,
+        # One form for any batch, if rows must get the same bits in all of them.
+        FEW=FEW_PIECES if plan.rule.piece_keys is None else 0,
+        CHUNK=PIECE_CHUNK,
         COLUMNS=columns,
         num_warps=4,
         num_stages=1,

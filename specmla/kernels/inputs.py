@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specmla.kernels.launch import SplitPlan, describe_device, launch_table
+from specmla.kernels.launch import describe_device, launch_table
+from specmla.kernels.plan import PiecePlan
 from specmla.metadata import PrefillPart, VerifyPart
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -83,15 +84,22 @@ def mqa_problems(
 
 
 def plan_problems(plan: object, q_latent: Tensor) -> list[str]:
-    """List why a part's plan does not fit the query (another backend's, other heads or rank)."""
-    if not isinstance(plan, SplitPlan):
+    """List why a part's plan does not fit the query (another backend's, other heads or dtype)."""
+    if not isinstance(plan, PiecePlan):
         return [f"part.plan is {type(plan).__name__}, accepted is what this backend's plan() gives"]
-    num_rows, num_heads, rank = q_latent.shape
-    expected = (num_rows, num_heads, plan.num_splits, rank)
-    if plan.partial_out is not None and plan.partial_out.shape != expected:
-        got = tuple(plan.partial_out.shape)
-        return [f"part.plan holds scratch {got}, accepted for this query is {expected}"]
-    return []
+    made = plan.shape
+    expected, got = (made.rows, made.heads, made.rank), tuple(q_latent.shape)
+    found = []
+    if got != expected:
+        found.append(f"part.plan was made for [T, H, C] = {expected}, the query is {got}")
+    if made.itemsize != q_latent.element_size():
+        found.append(
+            f"part.plan was made for elements of {made.itemsize} bytes, the query's have "
+            f"{q_latent.element_size()}"
+        )
+    if plan.pieces.device != q_latent.device:
+        found.append(f"part.plan is on {plan.pieces.device}, the query on {q_latent.device}")
+    return found
 
 
 def mha_problems(query: Tensor, key: Tensor, value: Tensor, part: PrefillPart) -> list[str]:

@@ -1,4 +1,4 @@
-"""Launch parameters from tables, and the split plan of a step.
+"""Launch parameters from tables.
 
 `launch_table.json` holds, per architecture, entries for each kernel keyed by the number of packed
 rows of the largest request item size and page size. Nothing is tuned while serving.
@@ -13,21 +13,11 @@ from importlib.resources import files
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specmla.errors import UnsupportedError
 
 FP_FUSION = False
 """Whether the compiler may contract a * b + c; off, so that every kernel form rounds alike."""
-
-MAX_WAVES = 3
-"""Splits may fill the device at most this often: scratch stays O(tiles + SMs)."""
-
-LEAST_RUN = 2
-"""Steps (of `block_n` keys) that a split should hold at least."""
-
-PROGRAM_STEPS = 4
-"""What a program costs besides its steps, in steps: start, query, partial result and its merge."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +52,6 @@ class Device:
 
     arch: str
     num_sms: int
-
-
-@dataclass(frozen=True)
-class SplitPlan:
-    """Splits and scratch of a step, shared by all layers.
-
-    Attributes:
-        num_splits: upper bound of the splits of a request; 1 writes results directly.
-        partial_out: [T, H, num_splits, C] float32, normalised within a split; None if unsplit.
-        partial_lse: [T, H, num_splits] float32, natural log; None if unsplit.
-    """
-
-    num_splits: int
-    partial_out: Tensor | None
-    partial_lse: Tensor | None
-
-    def targets(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the attention kernel writes, as [T, H, splits, C] and [T, H, splits]."""
-        if self.partial_out is None or self.partial_lse is None:
-            return out[:, :, None], lse[:, :, None]
-        return self.partial_out, self.partial_lse
 
 
 @lru_cache(maxsize=1)
@@ -141,40 +110,3 @@ def _arch_name(props: Any) -> str:
         return str(props.gcnArchName).split(":")[0]
     # 9.x and 10.x keep the shared memory of their first member; 8.6 and 8.9 have less than 8.0.
     return f"sm_{props.major}0" if props.major in (9, 10) else f"sm_{props.major}{props.minor}"
-
-
-def choose_num_splits(num_tiles: int, num_steps: int, slots: int) -> int:
-    """Choose the splits of a request: the one rule for reserving scratch and for launching.
-
-    Counts waves of programs, each as long as its steps plus a constant, for as many splits as fill
-    the device once, twice, thrice, and takes the shortest; ties go to fewer splits.
-
-    Args:
-        num_tiles: programs of one split, over all requests.
-        num_steps: steps of the longest request (its length over `block_n`, rounded up).
-        slots: programs that run at once.
-    """
-    best, least_cost = 1, _cost(num_tiles, num_steps, slots, 1)
-    for waves in range(1, MAX_WAVES + 1):
-        most = min(waves * slots // max(num_tiles, 1), num_steps // LEAST_RUN)
-        if most > 1:
-            splits = -(-num_steps // -(-num_steps // most))  # no split that would be empty
-            cost = _cost(num_tiles, num_steps, slots, splits)
-            if cost < least_cost:
-                best, least_cost = splits, cost
-    return best
-
-
-def _cost(num_tiles: int, num_steps: int, slots: int, splits: int) -> int:
-    waves = -(-num_tiles * splits // slots)
-    return waves * (-(-num_steps // splits) + PROGRAM_STEPS)
-
-
-def reserve(num_splits: int, shape: tuple[int, int, int], device: torch.device) -> SplitPlan:
-    """Allocate the partial results of [T, H, C] rows, if there are several splits."""
-    if num_splits == 1:
-        return SplitPlan(1, None, None)
-    num_rows, num_heads, rank = shape
-    out = torch.empty(num_rows, num_heads, num_splits, rank, dtype=torch.float32, device=device)
-    lse = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=device)
-    return SplitPlan(num_splits, out, lse)

@@ -1,9 +1,9 @@
 """Packed verify attention: all rows of a request share tiles, one launch serves ragged Q.
 
 Row `t * H + h` of a request is head h of its new row t. A program holds BLOCK_M of them and streams
-one split of the request's cache; each cache row is loaded once and used as key (all C + R columns)
-and as value (its first C). Tiles are the fastest grid axis, so tiles of one request that run at the
-same time stream the same pages through L2.
+one piece of the request's cache, as its record in the plan says; each cache row is loaded once and
+used as key (all C + R columns) and as value (its first C). Programs of one piece and neighbouring
+tiles follow one another, so that they stream the same pages through L2.
 """
 
 # Kernel bodies are typed by Triton, not by Python.
@@ -17,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.combine import combine
-from specmla.kernels.launch import FP_FUSION, LaunchEntry, SplitPlan
+from specmla.kernels.launch import FP_FUSION
+from specmla.kernels.pieces import FIELDS
+from specmla.kernels.plan import PiecePlan
 from specmla.kernels.prims import (
     LOG2_E,
     MAX_FLOOR,
@@ -25,7 +27,6 @@ from specmla.kernels.prims import (
     block_rows,
     softmax_finish,
     softmax_step,
-    split_length,
     visible_keys,
 )
 from specmla.metadata import VerifyPart
@@ -38,37 +39,29 @@ def tile_rows(index, first_row, num_rows, H: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "stride_table"],
+    do_not_specialize=["stride_table"],
     do_not_specialize_on_alignment=[
         "block_table_ptr",
-        "query_start_ptr",
-        "seq_lens_ptr",
         "row_extent_ptr",
         "row_start_ptr",
         "tree_bits_ptr",
     ],
 )
 def packed_kernel(
-    out_ptr,
-    lse_ptr,
+    out_ptr,  # [T, H, C], of tiles that were not cut
+    lse_ptr,  # [T, H] float32, contiguous
+    partial_ptr,  # [slots, BLOCK_M, C] float32, of those that were
+    partial_lse_ptr,  # [slots, BLOCK_M] float32
+    piece_ptr,  # [programs, FIELDS] int32
     q_latent_ptr,
     q_rope_ptr,
     cache_ptr,
     block_table_ptr,  # [B, M] int32
-    query_start_ptr,  # [B + 1] int32
-    seq_lens_ptr,  # [B] int32
     row_extent_ptr,  # [T] int32
     row_start_ptr,  # [T] int32 or None
     tree_bits_ptr,  # [T] int64 or None
     scale_log2,
-    num_splits,
     stride_table,
-    stride_out_t,
-    stride_out_h,
-    stride_out_split,
-    stride_lse_t,
-    stride_lse_h,
-    stride_lse_split,
     stride_latent_t,
     stride_latent_h,
     stride_rope_t,
@@ -83,35 +76,34 @@ def packed_kernel(
     STAGES: tl.constexpr,
     BRANCHED: tl.constexpr,
 ):
-    """Attend one tile of rows over one split; writes normalised output and LSE of that split."""
+    """Attend one tile of rows over one piece; writes normalised output and LSE of that piece."""
     WINDOW: tl.constexpr = row_start_ptr is not None
     TREE: tl.constexpr = tree_bits_ptr is not None
-    tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_row = tl.load(query_start_ptr + request)
-    num_rows = tl.load(query_start_ptr + request + 1) - first_row
-    num_keys = tl.load(seq_lens_ptr + request)
-    run = split_length(num_keys, num_splits, BLOCK_N)
-    begin = split * run
-    # Split 0 always runs: unsplit, it writes the empty state of a request without keys.
-    if (tile * BLOCK_M >= num_rows * H) | ((split > 0) & (begin >= num_keys)):
+    record = piece_ptr + tl.program_id(0) * FIELDS
+    request = tl.load(record)
+    if request < 0:
         return
+    # In steps, so that the compiler knows that keys start at multiples of BLOCK_N.
+    tile, begin = tl.load(record + 1), tl.load(record + 2) * BLOCK_N
+    stop = tl.load(record + 3) * BLOCK_N
+    first_row, num_rows, num_keys = tl.load(record + 5), tl.load(record + 6), tl.load(record + 7)
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     alive, t, h = tile_rows(rows, first_row, num_rows, H)
     extent = tl.minimum(tl.load(row_extent_ptr + t, mask=alive, other=0), num_keys)
-    end = tl.minimum(begin + run, tl.max(extent, axis=0))
+    end = tl.minimum(stop, tl.max(extent, axis=0))
     # Blocks up to here are seen whole by every row of the tile.
     plain_end = tl.min(tl.where(alive, extent, num_keys), axis=0)
     prefix = num_keys - num_rows
     first_key, word = extent, t
+    if TREE:
+        word = tl.load(tree_bits_ptr + t, mask=alive, other=0)
+        plain_end = tl.minimum(plain_end, prefix)
     if WINDOW:
         first_key = tl.load(row_start_ptr + t, mask=alive, other=0)
         least = tl.min(tl.where(alive, first_key, num_keys), axis=0)
         begin = tl.maximum(begin, tl.maximum(least, 0) // BLOCK_N * BLOCK_N)
         plain_end = 0
-    if TREE:
-        word = tl.load(tree_bits_ptr + t, mask=alive, other=0)
-        plain_end = tl.minimum(plain_end, prefix)
 
     offs_c = tl.arange(0, C)
     latent_at = q_latent_ptr + t * stride_latent_t + h * stride_latent_h
@@ -158,16 +150,22 @@ def packed_kernel(
             acc = tl.dot(weights, kv, acc * shrink[:, None], input_precision="ieee")
 
     inverse, lse = softmax_finish(row_max, row_sum)
-    # Plus 0, but the compiler can't know: it must compute the rows again instead of keeping them in
-    # registers through the loop, which has none to spare.
-    nothing = tl.load(query_start_ptr + request, volatile=True) - first_row
-    rows = tile * BLOCK_M + nothing + tl.arange(0, BLOCK_M)
-    alive, t, h = tile_rows(rows, first_row, num_rows, H)
-    out_at = out_ptr + t * stride_out_t + h * stride_out_h + split.to(tl.int64) * stride_out_split
-    out = (acc * inverse[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_at[:, None] + offs_c[None, :], out, mask=alive[:, None])
-    lse_at = lse_ptr + t * stride_lse_t + h * stride_lse_h + split.to(tl.int64) * stride_lse_split
-    tl.store(lse_at, lse, mask=alive)
+    # Read again, so that no row is kept in registers through the loop, which has none to spare.
+    slot, tile = tl.load(record + 4, volatile=True), tl.load(record + 1, volatile=True)
+    first_row, num_rows = tl.load(record + 5, volatile=True), tl.load(record + 6, volatile=True)
+    lanes = tl.arange(0, BLOCK_M)
+    alive = lanes < num_rows * H - tile * BLOCK_M
+    out = acc * inverse[:, None]
+    if slot < 0:
+        row = (first_row * H + tile * BLOCK_M).to(tl.int64) + lanes
+        out_at = (out_ptr + row * C)[:, None] + offs_c[None, :]
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=alive[:, None])
+        tl.store(lse_ptr + row, lse, mask=alive)
+    else:
+        row = slot.to(tl.int64) * BLOCK_M + lanes
+        partial_at = (partial_ptr + row * C)[:, None] + offs_c[None, :]
+        tl.store(partial_at, out, mask=alive[:, None])
+        tl.store(partial_lse_ptr + row, lse, mask=alive)
 
 
 def packed_attention(
@@ -175,18 +173,16 @@ def packed_attention(
     q_rope: Tensor,
     latent_cache: Tensor,
     part: VerifyPart,
-    plan: SplitPlan,
-    entry: LaunchEntry,
+    plan: PiecePlan,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the packed kernel, and the merge where the plan splits.
+    """Launch the packed kernel, and the merge where the plan may cut.
 
     Args:
         q_latent: [T, H, C]. q_rope: [T, H, R]. latent_cache: [N, G, C + R]. All of one dtype; last
             strides 1, cache rows contiguous within a page (checked by the backend).
         part: the step's verify rows.
-        plan: splits and scratch of the step.
-        entry: launch parameters.
+        plan: of the step.
         softmax_scale: natural scale of the scores.
 
     Returns:
@@ -195,32 +191,31 @@ def packed_attention(
     num_rows, num_heads, rank = q_latent.shape
     out = q_latent.new_empty(num_rows, num_heads, rank)
     lse = q_latent.new_empty(num_rows, num_heads, dtype=torch.float32)
-    tiles = -(-part.max_query_len * num_heads // entry.block_m)
-    if tiles == 0:
+    if num_rows == 0:
         return out, lse
-    to, to_lse = plan.targets(out, lse)
-    shape = {"H": num_heads, "C": rank, "R": q_rope.shape[2], "G": latent_cache.shape[1]}
-    packed_kernel[(tiles, part.num_requests, plan.num_splits)](
-        to,
-        to_lse,
+    entry = plan.entry
+    packed_kernel[(plan.bounds.programs,)](
+        out,
+        lse,
+        plan.partial_out,
+        plan.partial_lse,
+        plan.pieces,
         q_latent,
         q_rope,
         latent_cache,
         part.block_table,
-        part.query_start,
-        part.seq_lens,
         part.row_extent,
         part.row_start,
         part.tree_bits,
         softmax_scale * LOG2_E,
-        plan.num_splits,
         part.block_table.stride(0),
-        *to.stride()[:3],
-        *to_lse.stride(),
         *q_latent.stride()[:2],
         *q_rope.stride()[:2],
         latent_cache.stride(0),
-        **shape,
+        H=num_heads,
+        C=rank,
+        R=q_rope.shape[2],
+        G=latent_cache.shape[1],
         BLOCK_M=entry.block_m,
         BLOCK_N=entry.block_n,
         STAGES=entry.num_stages,
@@ -229,6 +224,5 @@ def packed_attention(
         num_stages=entry.num_stages,
         enable_fp_fusion=FP_FUSION,
     )
-    if plan.num_splits > 1:
-        combine(out, lse, plan, entry.block_n, part.query_start, part.seq_lens, part.max_query_len)
+    combine(out, lse, plan)
     return out, lse

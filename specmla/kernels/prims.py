@@ -1,4 +1,4 @@
-"""Device helpers that several kernels share: split ranges, page addresses, masks, the softmax step.
+"""Device helpers that several kernels share: page addresses, masks, the softmax step.
 
 Scores are kept in base 2 (the scale carries log2 e), running maxima start at a finite floor so that
 a row without keys never computes `inf - inf`, and everything leaves a kernel in natural log.
@@ -22,22 +22,6 @@ MAX_FLOOR = tl.constexpr(-1.0e30)
 """Start of a running maximum: below every score, yet finite."""
 
 LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def split_length(num_keys, num_splits, SPLIT_BLOCK: tl.constexpr):
-    """Keys of each split of a request: equal runs of whole blocks, so splits past the end are dead.
-
-    The only definition of a split: attention kernels cut by it and `combine` counts by it.
-    """
-    blocks = tl.cdiv(num_keys, SPLIT_BLOCK)
-    return tl.maximum(tl.cdiv(blocks, num_splits), 1) * SPLIT_BLOCK
-
-
-@triton.jit
-def live_splits(num_keys, num_splits, SPLIT_BLOCK: tl.constexpr):
-    """Splits of a request that hold a key; those and only those are written to the scratch."""
-    return tl.cdiv(num_keys, split_length(num_keys, num_splits, SPLIT_BLOCK))
 
 
 @triton.jit

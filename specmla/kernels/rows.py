@@ -1,7 +1,7 @@
 """Row-expanded attention: every query row is its own single-token request.
 
 The portable form and a cross-check of the packed one: a program holds heads of one row and streams
-one split of the keys that this row sees, so a request's cache is read once per row.
+one piece of the keys that this row sees, so a request's cache is read once per row.
 """
 
 # Kernel bodies are typed by Triton, not by Python.
@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.combine import combine
-from specmla.kernels.launch import FP_FUSION, LaunchEntry, SplitPlan
+from specmla.kernels.launch import FP_FUSION
+from specmla.kernels.pieces import FIELDS
+from specmla.kernels.plan import PiecePlan
 from specmla.kernels.prims import (
     LOG2_E,
     MAX_FLOOR,
@@ -23,33 +25,27 @@ from specmla.kernels.prims import (
     block_rows,
     softmax_finish,
     softmax_step,
-    split_length,
 )
 from specmla.query import RowTables
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "stride_table"],
-    do_not_specialize_on_alignment=["block_table_ptr", "extent_ptr", "row_start_ptr"],
+    do_not_specialize=["stride_table"],
+    do_not_specialize_on_alignment=["block_table_ptr", "row_start_ptr"],
 )
 def rows_kernel(
-    out_ptr,
-    lse_ptr,
+    out_ptr,  # [T, H, C], of tiles that were not cut
+    lse_ptr,  # [T, H] float32, contiguous
+    partial_ptr,  # [slots, BLOCK_H, C] float32, of those that were
+    partial_lse_ptr,  # [slots, BLOCK_H] float32
+    piece_ptr,  # [programs, FIELDS] int32
     q_latent_ptr,
     q_rope_ptr,
     cache_ptr,
     block_table_ptr,  # [T, M] int32
-    extent_ptr,  # [T] int32
     row_start_ptr,  # [T] int32 or None
     scale_log2,
-    num_splits,
     stride_table,
-    stride_out_t,
-    stride_out_h,
-    stride_out_split,
-    stride_lse_t,
-    stride_lse_h,
-    stride_lse_split,
     stride_latent_t,
     stride_latent_h,
     stride_rope_t,
@@ -62,22 +58,23 @@ def rows_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend BLOCK_H heads of one row over one split of its keys."""
-    HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    row, split = tl.program_id(0) // HEAD_BLOCKS, tl.program_id(1)
-    num_keys = tl.load(extent_ptr + row)
-    run = split_length(num_keys, num_splits, BLOCK_N)
-    begin = split * run
-    if (split > 0) & (begin >= num_keys):
+    """Attend BLOCK_H heads of one row over one piece of its keys."""
+    record = piece_ptr + tl.program_id(0) * FIELDS
+    row = tl.load(record)
+    if row < 0:
         return
-    end = tl.minimum(begin + run, num_keys)
+    # In steps, so that the compiler knows that keys start at multiples of BLOCK_N.
+    tile, begin = tl.load(record + 1), tl.load(record + 2) * BLOCK_N
+    slot, num_keys = tl.load(record + 4), tl.load(record + 7)
+    end = tl.minimum(tl.load(record + 3) * BLOCK_N, num_keys)
     first_key = 0
     if row_start_ptr is not None:
         first_key = tl.load(row_start_ptr + row)
         begin = tl.maximum(begin, tl.maximum(first_key, 0) // BLOCK_N * BLOCK_N)
 
     t = row.to(tl.int64)
-    h = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    lanes = tl.arange(0, BLOCK_H)
+    h = tile * BLOCK_H + lanes
     alive = h < H
     offs_c = tl.arange(0, C)
     latent_at = q_latent_ptr + t * stride_latent_t + h.to(tl.int64) * stride_latent_h
@@ -109,12 +106,17 @@ def rows_kernel(
         acc = tl.dot(weights.to(kv.dtype), kv, acc * shrink[:, None], input_precision="ieee")
 
     inverse, lse = softmax_finish(row_max, row_sum)
-    s = split.to(tl.int64)
-    out_at = out_ptr + t * stride_out_t + h.to(tl.int64) * stride_out_h + s * stride_out_split
-    out = (acc * inverse[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_at[:, None] + offs_c[None, :], out, mask=alive[:, None])
-    lse_at = lse_ptr + t * stride_lse_t + h.to(tl.int64) * stride_lse_h + s * stride_lse_split
-    tl.store(lse_at, lse, mask=alive)
+    out = acc * inverse[:, None]
+    if slot < 0:
+        at = t * H + h
+        out_at = (out_ptr + at * C)[:, None] + offs_c[None, :]
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=alive[:, None])
+        tl.store(lse_ptr + at, lse, mask=alive)
+    else:
+        at = slot.to(tl.int64) * BLOCK_H + lanes
+        partial_at = (partial_ptr + at * C)[:, None] + offs_c[None, :]
+        tl.store(partial_at, out, mask=alive[:, None])
+        tl.store(partial_lse_ptr + at, lse, mask=alive)
 
 
 def rows_attention(
@@ -123,19 +125,17 @@ def rows_attention(
     latent_cache: Tensor,
     rows: RowTables,
     row_start: Tensor | None,
-    plan: SplitPlan,
-    entry: LaunchEntry,
+    plan: PiecePlan,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the row kernel, and the merge where the plan splits.
+    """Launch the row kernel, and the merge where the plan may cut.
 
     Args:
         q_latent: [T, H, C]. q_rope: [T, H, R]. latent_cache: [N, G, C + R]. All of one dtype; last
             strides 1, cache rows contiguous within a page (checked by the backend).
         rows: keys that each row sees [T] and its pages [T, M].
         row_start: [T] int32, first key that each row sees, or None.
-        plan: splits and scratch of the step.
-        entry: launch parameters.
+        plan: of the step, every row a request.
         softmax_scale: natural scale of the scores.
 
     Returns:
@@ -146,21 +146,20 @@ def rows_attention(
     lse = q_latent.new_empty(num_rows, num_heads, dtype=torch.float32)
     if num_rows == 0:
         return out, lse
-    to, to_lse = plan.targets(out, lse)
-    rows_kernel[(num_rows * -(-num_heads // entry.block_m), plan.num_splits)](
-        to,
-        to_lse,
+    entry = plan.entry
+    rows_kernel[(plan.bounds.programs,)](
+        out,
+        lse,
+        plan.partial_out,
+        plan.partial_lse,
+        plan.pieces,
         q_latent,
         q_rope,
         latent_cache,
         rows.block_table,
-        rows.seq_lens,
         row_start,
         softmax_scale * LOG2_E,
-        plan.num_splits,
         rows.block_table.stride(0),
-        *to.stride()[:3],
-        *to_lse.stride(),
         *q_latent.stride()[:2],
         *q_rope.stride()[:2],
         latent_cache.stride(0),
@@ -174,6 +173,5 @@ def rows_attention(
         num_stages=entry.num_stages,
         enable_fp_fusion=FP_FUSION,
     )
-    if plan.num_splits > 1:
-        combine(out, lse, plan, entry.block_n, None, rows.seq_lens, 1)
+    combine(out, lse, plan)
     return out, lse

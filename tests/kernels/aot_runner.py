@@ -24,9 +24,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from specmla.kernels import gather, move, store
-from specmla.kernels.combine import COLUMN_CHUNK, FEW_SPLITS, SPLIT_CHUNK, combine_kernel
+from specmla.kernels.combine import COLUMN_CHUNK, FEW_PIECES, PIECE_CHUNK, combine_kernel
 from specmla.kernels.launch import FP_FUSION, LaunchEntry, launch_table
 from specmla.kernels.packed import packed_kernel
+from specmla.kernels.pieces import pieces_kernel
+from specmla.kernels.plan import LEAST_RUN, PIECE_STEPS
 from specmla.kernels.prefill import key_parts, prefill_kernel, value_pad
 from specmla.kernels.rows import rows_kernel
 
@@ -44,6 +46,7 @@ KERNELS = {
     "rows": rows_kernel,
     "prefill": prefill_kernel,
     "combine": combine_kernel,
+    "pieces": pieces_kernel,
 }
 
 CACHE_MODULES = {"store": store, "gather": gather, "move": move}
@@ -110,12 +113,29 @@ def prefill_jobs(arch: str, entry: LaunchEntry) -> list[Job]:
 
 
 def combine_jobs(arch: str) -> list[Job]:
-    """Few and many splits, both 16-bit outputs."""
+    """Both forms and the one of batch-invariant results, tiles of 16 and 64 rows."""
     jobs = []
-    for splits, columns in ((FEW_SPLITS, 512), (256, COLUMN_CHUNK)):
-        constants = {"H": 16, "C": 512, "SPLIT_BLOCK": 64, "MAX_SPLITS": splits}
-        constants |= {"SPLIT_CHUNK": min(splits, SPLIT_CHUNK), "COLUMNS": columns}
+    for few, block_m in ((FEW_PIECES, 64), (0, 64), (FEW_PIECES, 16)):
+        constants = {"C": 512, "BLOCK_M": block_m, "FEW": few}
+        constants |= {"CHUNK": PIECE_CHUNK, "COLUMNS": COLUMN_CHUNK}
         jobs += [Job("combine", arch, dtype, constants, 4, 1) for dtype in DTYPES[2]]
+    return jobs
+
+
+def plan_jobs(arch: str) -> list[Job]:
+    """The plan of few and of many requests, and by each rule."""
+    jobs = []
+    for lanes, num_warps, run, pieces in (
+        (2, 1, 0, 0),
+        (64, 4, 0, 0),
+        (1024, 8, 0, 0),
+        (64, 4, 16, 0),
+        (64, 4, 0, 4),
+    ):
+        constants: dict[str, Any] = {"H": 16, "BLOCK_M": 64, "BLOCK_N": 64, "RESIDENT": 132}
+        constants |= {"FIXED": PIECE_STEPS, "LEAST_RUN": LEAST_RUN, "RUN": run, "PIECES": pieces}
+        constants |= {"CLASSES": min(16, 8192 // lanes), "BLOCK_B": lanes, "WIDTH": 1024 // lanes}
+        jobs.append(Job("pieces", arch, "fp32", constants, num_warps, 1))
     return jobs
 
 
@@ -146,7 +166,7 @@ def all_jobs() -> list[Job | CacheJob]:
                     jobs += prefill_jobs(arch, entry)
                 else:
                     jobs += attention_jobs(kernel, arch, entry)
-        jobs += combine_jobs(arch) + cache_jobs(arch)
+        jobs += combine_jobs(arch) + plan_jobs(arch) + cache_jobs(arch)
     return jobs
 
 

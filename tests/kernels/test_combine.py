@@ -1,148 +1,155 @@
-"""Merging splits, the ranges they are cut by, and the rule that chooses how many."""
+"""Merging the pieces of cut tiles; the launch table."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
-from hypothesis import given
-from hypothesis import strategies as st
-
 from specmla.errors import UnsupportedError
 from specmla.kernels.combine import combine
-from specmla.kernels.launch import (
-    LEAST_RUN,
-    MAX_WAVES,
-    SplitPlan,
-    choose_num_splits,
-    find_entry,
-    launch_table,
-    reserve,
-)
-from specmla.kernels.prims import live_splits, split_length
+from specmla.kernels.launch import LaunchEntry, find_entry, launch_table
+from specmla.kernels.plan import CutRule, PiecePlan, PlanBounds, StepShape
 
-BLOCK = 16
+BALANCED, FIXED = CutRule(), CutRule(piece_keys=64)
+TILE = 16
 
 
-@triton.jit
-def ranges_kernel(out_ptr, num_keys, num_splits, BLOCK: tl.constexpr):
-    tl.store(out_ptr, split_length(num_keys, num_splits, BLOCK))
-    tl.store(out_ptr + 1, live_splits(num_keys, num_splits, BLOCK))
+def plan_of(outs: Tensor, lses: Tensor, pieces: list[int], rule: CutRule = BALANCED) -> PiecePlan:
+    """Scatter [tiles, TILE, pieces, C] partials over slots, siblings side by side; the last tile
+    has two rows less.
+    """
+    tiles, _, most, rank = outs.shape
+    shape = StepShape(tiles * TILE - 2, tiles, 1, rank, 4)
+    slots = max(2, tiles * most)
+    partial_out = torch.full((slots, TILE, rank), math.nan, device=outs.device)
+    partial_lse = torch.full((slots, TILE), math.nan, device=outs.device)
+    records = [[tiles, max(pieces), *[77] * 6]]
+    for tile, count in enumerate(pieces):
+        for piece in range(count):
+            partial_out[tile + piece * tiles] = outs[tile, :, piece]
+            partial_lse[tile + piece * tiles] = lses[tile, :, piece]
+        rows = TILE - 2 * (tile == tiles - 1)
+        records.append([tile, tiles, count, tile * TILE, rows, 77, 77, 77])
+    merges = torch.tensor(records, dtype=torch.int32, device=outs.device)
+    return PiecePlan(
+        shape,
+        LaunchEntry(TILE, TILE, 16, 4, 1),
+        rule,
+        PlanBounds(tiles, slots, slots),
+        merges[:0],
+        merges,
+        partial_out,
+        partial_lse,
+    )
 
 
-@pytest.mark.parametrize("num_keys", [0, 1, 15, 16, 17, 65, 700])
-def test_splits_cover_all_keys_once(num_keys: int, device: torch.device) -> None:  # BL-15
-    for num_splits in (1, 2, 3, 4, 16, 50):
-        found = torch.zeros(2, dtype=torch.int32, device=device)
-        ranges_kernel[(1,)](found, num_keys, num_splits, BLOCK=BLOCK, enable_fp_fusion=False)
-        run, live = found.tolist()
-        assert run % BLOCK == 0
-        assert live <= num_splits
-        covered = [k for s in range(live) for k in range(s * run, min((s + 1) * run, num_keys))]
-        assert covered == list(range(num_keys))
-        assert all(s * run < num_keys for s in range(live))
+def merged(plan: PiecePlan, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Combine into poisoned rows; gives all rows of the tiles, also the two that are not there."""
+    rows = plan.bounds.tiles * TILE
+    device = plan.partial_out.device
+    out = torch.full((rows, 1, plan.shape.rank), math.nan, dtype=dtype, device=device)
+    lse = torch.full((rows, 1), math.nan, device=device)
+    combine(out, lse, plan)
+    assert out[-2:].isnan().all()
+    assert lse[-2:].isnan().all()
+    return out[:, 0], lse[:, 0]
 
 
-def merged(
-    outs: torch.Tensor, lses: torch.Tensor, live: list[int], dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine [T, H, splits, C] partials of T one-row requests with `live` splits each."""
-    num_rows, num_heads, num_splits, rank = outs.shape
-    out = torch.full((num_rows, num_heads, rank), math.nan, dtype=dtype, device=outs.device)
-    lse = torch.full((num_rows, num_heads), math.nan, device=outs.device)
-    # Lengths of `n * num_splits` steps would fill every split; fewer leave the last ones dead.
-    lens = torch.tensor([n * BLOCK for n in live], dtype=torch.int32, device=outs.device)
-    plan = SplitPlan(num_splits, outs, lses)
-    combine(out, lse, plan, BLOCK, None, lens, 1)
-    return out, lse
+def random_partials(tiles: int, pieces: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    outs = torch.randn(tiles, TILE, pieces, rank, generator=generator)
+    return outs, 3 * torch.randn(tiles, TILE, pieces, generator=generator)
 
 
-@pytest.mark.parametrize(("num_splits", "rank"), [(2, 32), (4, 512), (9, 256), (40, 128)])
-def test_matches_float64(num_splits: int, rank: int, device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(num_splits)
-    outs = torch.randn(3, 2, num_splits, rank, generator=generator).to(device)
-    lses = (3 * torch.randn(3, 2, num_splits, generator=generator)).to(device)
-    live = [num_splits, 1, num_splits - 1]
-    for row, n in enumerate(live):  # dead splits hold anything
-        outs[row, :, n:], lses[row, :, n:] = math.nan, math.nan
-    out, lse = merged(outs, lses, live)
-    for row, n in enumerate(live):
-        states = lses[row, :, :n].double()
+@pytest.mark.parametrize("rule", [BALANCED, FIXED], ids=["balanced", "fixed"])
+@pytest.mark.parametrize(("pieces", "rank"), [(2, 32), (4, 512), (9, 256), (40, 128)])
+def test_matches_float64(pieces: int, rank: int, rule: CutRule, device: torch.device) -> None:
+    outs, lses = (t.to(device) for t in random_partials(3, pieces, rank, seed=pieces))
+    counts = [pieces, 2, pieces - 1]  # slots past them hold NaN
+    out, lse = merged(plan_of(outs, lses, counts, rule))
+    for row in range(3 * TILE - 2):
+        tile, lane = divmod(row, TILE)
+        states = lses[tile, lane, : counts[tile]].double()
         exact_lse = states.logsumexp(-1)
-        share = (states - exact_lse[:, None]).exp()
-        exact = (share[..., None] * outs[row, :, :n].double()).sum(1)
+        share = (states - exact_lse).exp()
+        exact = (share[:, None] * outs[tile, lane, : counts[tile]].double()).sum(0)
         torch.testing.assert_close(out[row].double(), exact, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(lse[row].double(), exact_lse, rtol=1e-6, atol=1e-6)
 
 
-def test_empty_states_change_nothing(device: torch.device) -> None:  # BL-06
-    outs = torch.randn(3, 1, 3, 32, device=device)
-    lses = torch.tensor([[[1.5, -2.0, 0.25]]], device=device).repeat(3, 1, 1)
-    only = outs[0, 0, 1].clone()
-    lses[0, 0, [0, 2]] = -math.inf
-    outs[0, 0, [0, 2]] = math.nan  # whatever an empty split's output holds
+@pytest.mark.parametrize("rule", [BALANCED, FIXED], ids=["balanced", "fixed"])
+def test_empty_states_change_nothing(rule: CutRule, device: torch.device) -> None:  # BL-06
+    outs, lses = (t.to(device) for t in random_partials(2, 3, 32, seed=1))
+    only = outs[0, :, 1].clone()
+    lses[0, :, [0, 2]] = -math.inf
+    outs[0, :, [0, 2]] = math.nan  # whatever an empty piece's output holds
     lses[1] = -math.inf
     outs[1] = math.nan
-    out, lse = merged(outs, lses, [3, 3, 0])
-    assert torch.equal(out[0, 0], only)
-    assert lse[0, 0] == -2.0
-    assert (out[1:] == 0).all()
-    assert (lse[1:] == -math.inf).all()
+    out, lse = merged(plan_of(outs, lses, [3, 3], rule))
+    assert torch.equal(out[:TILE], only)
+    assert torch.equal(lse[:TILE], lses[0, :, 1])
+    assert (out[TILE:-2] == 0).all()
+    assert (lse[TILE:-2] == -math.inf).all()
 
 
-def test_order_of_splits_does_not_matter(device: torch.device) -> None:  # BL-06
-    outs, lses = torch.randn(1, 1, 3, 32, device=device), torch.randn(1, 1, 3, device=device)
+@pytest.mark.parametrize("extra", [1, 29, 40])
+def test_pieces_without_keys_change_no_bit(extra: int, device: torch.device) -> None:
+    """A row sees none of the last pieces of its tile if its mates see more than it does."""
+    outs, lses = (t.to(device) for t in random_partials(1, 3 + extra, 64, seed=extra))
+    lses[:, :, 3:], outs[:, :, 3:] = -math.inf, 0.0
+    short = merged(plan_of(outs, lses, [3], FIXED))
+    long = merged(plan_of(outs, lses, [3 + extra], FIXED))
+    assert torch.equal(short[0][:-2], long[0][:-2])
+    assert torch.equal(short[1][:-2], long[1][:-2])
+
+
+def test_batch_mates_change_no_bit(device: torch.device) -> None:
+    """With pieces of a fixed length the form of the merge must not follow the longest request."""
+    outs, lses = (t.to(device) for t in random_partials(3, 40, 128, seed=5))
+    alone = merged(plan_of(outs[:1], lses[:1], [6], FIXED))
+    among = merged(plan_of(outs, lses, [6, 40, 2], FIXED))
+    assert torch.equal(alone[0][:-2], among[0][: TILE - 2])
+    assert torch.equal(alone[1][:-2], among[1][: TILE - 2])
+
+
+def test_order_of_pieces_does_not_matter(device: torch.device) -> None:  # BL-06
+    outs, lses = (t.to(device) for t in random_partials(1, 3, 32, seed=3))
     order = [2, 0, 1]
-    one, two = merged(outs, lses, [3]), merged(outs[:, :, order], lses[:, :, order], [3])
-    torch.testing.assert_close(one[0], two[0])
-    torch.testing.assert_close(one[1], two[1])
+    one = merged(plan_of(outs, lses, [3]))
+    two = merged(plan_of(outs[:, :, order], lses[:, :, order], [3]))
+    torch.testing.assert_close(one[0][:-2], two[0][:-2])
+    torch.testing.assert_close(one[1][:-2], two[1][:-2])
 
 
 def test_weights_are_natural(device: torch.device) -> None:  # BL-40
-    outs = torch.zeros(1, 1, 2, 32, device=device)
-    outs[0, 0, 0] = 1.0
-    out, _ = merged(outs, torch.tensor([[[2.0, 1.0]]], device=device), [2])
-    torch.testing.assert_close(out, torch.full_like(out, 0.7310586))
+    outs = torch.zeros(1, TILE, 2, 32, device=device)
+    outs[:, :, 0] = 1.0
+    lses = torch.tensor([2.0, 1.0], device=device).expand(1, TILE, 2)
+    out, _ = merged(plan_of(outs, lses, [2]))
+    torch.testing.assert_close(out[:-2], torch.full_like(out[:-2], 0.7310586))
 
 
 def test_huge_lse_does_not_overflow(device: torch.device) -> None:
-    outs = torch.ones(1, 1, 2, 32, device=device)
-    out, lse = merged(outs, torch.tensor([[[3e4, -3e4]]], device=device), [2], torch.float16)
-    assert (out == 1).all()
-    assert (lse == 3e4).all()
+    lses = torch.tensor([3e4, -3e4], device=device).expand(1, TILE, 2)
+    outs = torch.ones(1, TILE, 2, 32, device=device)
+    out, lse = merged(plan_of(outs, lses, [2]), torch.float16)
+    assert (out[:-2] == 1).all()
+    assert (lse[:-2] == 3e4).all()
 
 
-@given(num_tiles=st.integers(0, 600), num_steps=st.integers(0, 5000), slots=st.integers(1, 300))
-def test_split_rule_is_bounded(num_tiles: int, num_steps: int, slots: int) -> None:
-    splits = choose_num_splits(num_tiles, num_steps, slots)
-    assert splits >= 1
-    assert splits == 1 or num_tiles * splits <= MAX_WAVES * slots, "scratch is O(tiles + SMs)"
-    assert splits == 1 or num_steps // splits >= LEAST_RUN - 1
-    run = -(-num_steps // splits)
-    assert splits == 1 or (splits - 1) * run < num_steps, "the last split would be empty"
-
-
-def test_split_rule_on_measured_shapes() -> None:
-    """The counts that were fastest on one H200 (132 SMs), tiles of 64 rows, steps of 64 keys."""
-    assert choose_num_splits(32, 128, 132) == 4
-    assert choose_num_splits(1, 2048, 132) == 128
-    assert choose_num_splits(128, 64, 132) == 1
-    assert choose_num_splits(128, 128, 132) == 1
-    assert choose_num_splits(1, 64, 132) == 32
-    assert choose_num_splits(32, 256, 264) == 8  # 16-row tiles: steps of 32, two programs an SM
-
-
-def test_unsplit_needs_no_scratch(device: torch.device) -> None:
-    assert reserve(1, (4, 3, 32), device) == SplitPlan(1, None, None)
-    plan = reserve(3, (4, 3, 32), device)
-    assert plan.partial_out is not None
-    assert plan.partial_out.shape == (4, 3, 3, 32)
+def test_nothing_cut_writes_nothing(device: torch.device) -> None:
+    plan = plan_of(*(t.to(device) for t in random_partials(1, 2, 32, seed=0)), [2])
+    plan.merges[0, 0] = 0
+    for bounds in (plan.bounds, PlanBounds(1, 2, 0)):
+        out, lse = merged(dataclasses.replace(plan, bounds=bounds))
+        assert out.isnan().all()
+        assert lse.isnan().all()
 
 
 def test_every_architecture_has_every_kernel() -> None:

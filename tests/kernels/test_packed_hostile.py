@@ -139,7 +139,7 @@ def test_shards_by_window_and_extent_merge_to_the_whole(device: torch.device) ->
             row_extent=part.row_extent.clamp(max=last),
         )
         backend = TritonBackend()
-        part = backend.plan(part, num_heads=3, kv_lora_rank=32)
+        part = backend.plan(part, num_heads=3, kv_lora_rank=32, dtype=case.spec.dtype)
         states.append(
             backend.forward_mqa(
                 case.q_latent,

@@ -32,6 +32,7 @@ def row_part(case: VerifyCase, backend: RowsBackend) -> VerifyPart:
         dataclasses.replace(part, rows=rows),
         num_heads=spec.num_heads,
         kv_lora_rank=spec.kv_lora_rank,
+        dtype=spec.dtype,
     )
 
 
