@@ -49,6 +49,13 @@ def test_hostile_cases(backend: type[AttentionBackend]) -> None:  # BL-03 among 
     check_backend(backend(), device=CUDA).raise_if_failed()
 
 
+@pytest.mark.parametrize("backend", [TritonBackend, RowsBackend])
+def test_batch_invariant_results(backend: type[AttentionBackend]) -> None:
+    made = backend(batch_invariant=True)  # type: ignore[call-arg]
+    only = "^rows|^windows|^mask-full|^repeats|^contexts|^long"
+    check_backend(made, device=CUDA, only=only).raise_if_failed()
+
+
 @pytest.mark.parametrize("page_size", [16, 32, 48, 64, 128])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
