@@ -23,7 +23,6 @@ from specmla import (
     build_step,
     processed_probs,
     sample,
-    send_arrays,
     uniforms,
 )
 
@@ -76,23 +75,26 @@ class DraftModelDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         """Draft `num_drafts` tokens for each request, drawn from the reported distribution.
 
-        Fewer, or none, where the draft model's own context ends.
+        Fewer, or none, where the draft model's own context ends. Requests stand in the proposal by
+        falling number of drafts.
 
         Raises:
             PoolFullError: the draft pool is too small; nothing was reserved.
         """
-        counts = tuple(min(r.num_drafts, self._room(r)) for r in requests)
-        names = tuple(r.request_id for r in requests)
-        shape = (len(requests), max(counts, default=0))
+        drafted = [(r, min(r.num_drafts, self._room(r))) for r in requests]
+        # So sorted, the rows of a round are the first ones of the round before it.
+        drafted.sort(key=lambda pair: -pair[1])
+        names, counts = tuple(r.request_id for r, _ in drafted), tuple(n for _, n in drafted)
+        drafted = [(r, n) for r, n in drafted if n]
+        shape = (len(names), max(counts, default=0))
         tokens = torch.full(shape, -1, dtype=torch.int64, device=self.builder.device)
         probs = None
-        if any(counts) and any(r.sampling.temperature > 0 for r in requests):
+        if any(r.sampling.temperature > 0 for r, _ in drafted):
             dtype = torch.promote_types(self.cache.layer(0).dtype, torch.float32)
             probs = torch.zeros(*shape, self.vocab_size, dtype=dtype, device=self.builder.device)
-        self._reserve([(r, n) for r, n in zip(requests, counts, strict=True) if n])
-        for step in range(shape[1]):
-            live = [i for i, count in enumerate(counts) if count > step]
-            self._round([requests[i] for i in live], live, step, tokens, probs)
+        self._reserve(drafted)
+        if drafted:
+            self._draft(drafted, tokens, probs)
         return DraftProposal(names, counts, tokens, probs)
 
     def observe(self, results: Sequence[RequestResult], hidden: Tensor | None = None) -> None:
@@ -132,42 +134,51 @@ class DraftModelDrafter:
         for r, count in requests:
             self._drafted[r.request_id] = (len(r.tokens), count)
 
-    def _round(
-        self,
-        requests: Sequence[DraftRequest],
-        rows: Sequence[int],
-        step: int,
-        tokens: Tensor,
-        probs: Tensor | None,
+    @torch.inference_mode()
+    def _draft(
+        self, drafted: Sequence[tuple[DraftRequest, int]], tokens: Tensor, probs: Tensor | None
     ) -> None:
-        """Draw draft number `step` of these requests into their rows of tokens and probs."""
-        anchors = [len(r.tokens) - 1 for r in requests]
-        index = {"rows": array("q", rows), "anchors": array("q", anchors)}
-        if step == 0:
-            metadata = self.builder.build([self._first_rows(r) for r in requests])
-            ordered = [requests[i] for i in metadata.order]
-            pending = [r.tokens[self.blocks.length(r.request_id) :] for r in ordered]
-            index["input"] = array("q", [t for part in pending for t in part])
-            last = dict(zip(metadata.order, metadata.query_start[1:], strict=True))
-            index["last"] = array("q", [last[i] - 1 for i in range(len(requests))])
-        else:
-            metadata = self.builder.build([self._next_row(r, step) for r in requests])
-        sent = send_arrays(index, self.builder.device)
-        token_ids = sent["input"] if step == 0 else tokens[sent["rows"], step - 1]
+        """Run the rounds; round i fills column i of tokens [B, K] and of probs [B, K, W]."""
+        hidden, anchors = self._first_round([r for r, _ in drafted])
+        if probs is not None:
+            batch = self._sampling.get(r.sampling for r, _ in drafted)
+            rows, columns = (torch.arange(n, device=anchors.device) for n in tokens.shape)
+            u = uniforms(batch.seeds, anchors, columns, Stream.DRAFT)
+        rounds = self.builder.build_rounds([self._later_rows(r, n) for r, n in drafted if n > 1])
+        for i in range(tokens.shape[1]):
+            if i:
+                token_ids = tokens[: rounds[i - 1].num_rows, i - 1]
+                hidden = self.model(token_ids, rounds[i - 1], self.cache, self.builder.backend)
+            logits, count = self.model.logits(hidden), hidden.shape[0]
+            if probs is None:
+                tokens[:count, i] = logits.argmax(dim=-1)
+            else:
+                drawn_from = processed_probs(logits, batch, rows[:count]).probs
+                tokens[:count, i] = sample(drawn_from, u[:count, i])
+                probs[:count, i] = drawn_from
+
+    def _first_round(self, requests: Sequence[DraftRequest]) -> tuple[Tensor, Tensor]:
+        """Run all pending tokens; give the anchors' hidden states [B, D] and positions [B]."""
+        rows = [self._first_rows(r) for r in requests]
+        # As the metadata orders them: verifies, then prompts.
+        order = sorted(range(len(rows)), key=lambda i: rows[i].kind is RequestKind.PROMPT)
+        pending, last = array("q"), array("q", [0]) * len(rows)
+        for i in order:
+            pending.extend(requests[i].tokens[-rows[i].query_len :])
+            last[i] = len(pending) - 1
+        metadata = self.builder.build(
+            [rows[i] for i in order],
+            along={
+                "pending": pending,
+                "last": last,
+                "anchors": array("q", [len(r.tokens) - 1 for r in requests]),
+            },
+        )
         # Ids that only the target knows (where that is allowed) can't be looked up; whatever stands
         # for them, the reported distribution is the one drawn from.
-        token_ids = token_ids.clamp(max=self.vocab_size - 1)
+        token_ids = metadata.along["pending"].clamp(max=self.vocab_size - 1)
         hidden = self.model(token_ids, metadata, self.cache, self.builder.backend)
-        logits = self.model.logits(hidden[sent["last"]] if step == 0 else hidden)
-        if probs is None:
-            tokens[sent["rows"], step] = logits.argmax(dim=-1)
-            return
-        batch = self._sampling.get(r.sampling for r in requests)
-        drawn_from = processed_probs(logits[:, None], batch).probs[:, 0]
-        key = torch.full_like(sent["anchors"][:1], step)
-        u = uniforms(batch.seeds, sent["anchors"], key, Stream.DRAFT)[:, 0]
-        tokens[sent["rows"], step] = sample(drawn_from, u)
-        probs[sent["rows"], step] = drawn_from
+        return hidden[metadata.along["last"]], metadata.along["anchors"]
 
     def _first_rows(self, r: DraftRequest) -> RequestRows:
         """All pending tokens; a prompt is computed by MHA, a catch-up after a step by decode."""
@@ -176,6 +187,7 @@ class DraftModelDrafter:
         pages = self.blocks.block_ids(r.request_id)
         return RequestRows(kind, len(r.tokens) - length, len(r.tokens), pages)
 
-    def _next_row(self, r: DraftRequest, step: int) -> RequestRows:
+    def _later_rows(self, r: DraftRequest, count: int) -> RequestRows:
+        """All drafts but the last one, which needs no row."""
         pages = self.blocks.block_ids(r.request_id)
-        return RequestRows(RequestKind.VERIFY, 1, len(r.tokens) + step, pages)
+        return RequestRows(RequestKind.VERIFY, count - 1, len(r.tokens) + count - 1, pages)

@@ -1,23 +1,27 @@
 """Builds the metadata of a step: checks every request on the host, then sends one copy.
 
 `MetadataBuilder.build` takes one `RequestRows` per request in any order and puts verifies before
-prompts; `StepMetadata.order` maps back.
+prompts; `StepMetadata.order` maps back. `build_rounds` makes several steps of one row at once.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionBackend
-from specmla.errors import ArgumentError, require
+from specmla.errors import require
 from specmla.host_tables import HostTables, running_starts
-from specmla.mask import MAX_TREE_NODES, DraftMask, tree_bits
+from specmla.mask import DraftMask
 from specmla.metadata import PrefillPart, RequestKind, RequestRows, StepMetadata, VerifyPart
-from specmla.query import QueryLenSupport, decode_rows
+from specmla.query import QueryLenSupport, RowTables, decode_rows
+from specmla.row_limits import RowLimits
+
+_NOTHING: Mapping[str, array[int]] = MappingProxyType({})
 
 
 class MetadataBuilder:
@@ -70,107 +74,94 @@ class MetadataBuilder:
         self.device = torch.device(device)
         self.max_seq_len = max_seq_len
         self.dtype = dtype
+        self._limits = RowLimits(page_size, num_pages, max_seq_len)
 
     def build(
-        self, requests: Sequence[RequestRows], mask: DraftMask = DraftMask.CAUSAL
+        self,
+        requests: Sequence[RequestRows],
+        mask: DraftMask = DraftMask.CAUSAL,
+        along: Mapping[str, array[int]] = _NOTHING,
     ) -> StepMetadata:
         """Check all requests, order them (verifies first) and send the tables to the device.
 
         `mask` holds for the verify rows; a request with `parents` needs `DraftMask.TREE`, under
-        which a request without them is a chain.
+        which a request without them is a chain. `along` are arrays of the caller, of typecode 'q'
+        or 'i', that travel in the same copy: `StepMetadata.along` has them on the device.
 
         Raises:
             ArgumentError: lengths, pages, trees or ragged rows that can't be served; all reasons
                 of all requests are listed and nothing was sent.
         """
-        require(self._problems(requests, mask), "MetadataBuilder.build")
+        found = self._limits.batch_problems(requests, mask)
+        require(found + self._backend_problems(requests, mask), "MetadataBuilder.build")
         verify = [i for i, r in enumerate(requests) if r.kind is RequestKind.VERIFY]
         prompt = [i for i, r in enumerate(requests) if r.kind is RequestKind.PROMPT]
-        order = (*verify, *prompt)
-        ordered = [requests[i] for i in order]
+        verifies, prompts = [requests[i] for i in verify], [requests[i] for i in prompt]
         tables = HostTables(self.page_size, mask)
-        for request in ordered:
-            tables.add_rows(request)
-        tables.add_verify([requests[i] for i in verify])
-        tables.add_prefill([requests[i] for i in prompt])
-        sent = tables.send(self.device)
+        tables.add_rows([*verifies, *prompts])
+        tables.add_verify(verifies)
+        tables.add_prefill(prompts)
+        sent = tables.send(self.device, along)
         return StepMetadata(
-            order=order,
-            query_start=tuple(running_starts(r.query_len for r in ordered)),
+            order=(*verify, *prompt),
+            query_start=tuple(running_starts(r.query_len for r in [*verifies, *prompts])),
             positions=sent["positions"],
             slot_mapping=sent["slots"],
-            verify=self._verify_part([requests[i] for i in verify], mask, sent),
-            prefill=_prefill_part([requests[i] for i in prompt], sent),
+            verify=self._verify_part(verifies, mask, sent),
+            prefill=_prefill_part(prompts, sent),
+            along={name: sent[f"along.{name}"] for name in along},
         )
 
-    def _problems(self, requests: Sequence[RequestRows], mask: DraftMask) -> list[str]:
-        found: list[str] = []
-        if not all(map(self._is_plain, requests)) or not self._has_only_pages(requests):
-            for i, r in enumerate(requests):
-                found += [f"request {i}: {text}" for text in self._request_problems(r, mask)]
+    def build_rounds(self, requests: Sequence[RequestRows]) -> list[StepMetadata]:
+        """Build the steps that run the rows of these requests one at a time, as drafting does.
+
+        Step i runs row i of each request that has one: what `build` gives for that row alone, but
+        for unused cells of the block table. All steps are checked and sent at once.
+
+        Args:
+            requests: causal chains of verify rows, none longer than the one before it.
+
+        Raises:
+            ArgumentError: as for `build`, or requests that are no such chains.
+        """
+        found = self._limits.batch_problems(requests, DraftMask.CAUSAL)
+        lens = [r.query_len for r in requests]
+        if lens != sorted(lens, reverse=True) or not all(map(_is_chain, requests)):
+            found.append(f"the rows are {lens}, accepted are verify chains of falling length")
+        require(found, "MetadataBuilder.build_rounds")
+        live = [sum(n > i for n in lens) for i in range(max(lens, default=0))]
+        if not live:
+            return []
+        tables = HostTables(self.page_size, DraftMask.CAUSAL)
+        tables.add_rounds(requests, live)
+        sent = tables.send(self.device, _NOTHING)
+        positions, slots, seq_lens = (
+            sent[name].split(live) for name in ("positions", "slots", "seq_lens")
+        )
+        return [
+            StepMetadata(
+                order=tuple(range(count)),
+                query_start=tuple(range(count + 1)),
+                positions=positions[i],
+                slot_mapping=slots[i],
+                verify=self._round_part(requests[:count], i, seq_lens[i], sent),
+                prefill=None,
+            )
+            for i, count in enumerate(live)
+        ]
+
+    def _backend_problems(self, requests: Sequence[RequestRows], mask: DraftMask) -> list[str]:
+        has, found = self.backend.capabilities, []
         lens = {r.query_len for r in requests if r.kind is RequestKind.VERIFY}
-        if self.backend.capabilities.query_len_support is QueryLenSupport.UNIFORM and len(lens) > 1:
+        if has.query_len_support is QueryLenSupport.UNIFORM and len(lens) > 1:
             found.append(
                 f"query_len is {sorted(lens)} over the verify requests; backend "
-                f"{self.backend.capabilities.name!r} is UNIFORM and takes one length"
+                f"{has.name!r} is UNIFORM and takes one length"
             )
-        if mask not in self.backend.capabilities.masks:
-            names = sorted(m.value for m in self.backend.capabilities.masks)
-            name = self.backend.capabilities.name
-            found.append(f"mask is {mask.value!r}; backend {name!r} accepts {names}")
+        if mask not in has.masks:
+            names = sorted(m.value for m in has.masks)
+            found.append(f"mask is {mask.value!r}; backend {has.name!r} accepts {names}")
         return found
-
-    def _is_plain(self, r: RequestRows) -> bool:
-        """Tell the common case at a glance: a short chain, nothing wrong but its ids, maybe."""
-        return (
-            r.kind is RequestKind.VERIFY
-            and 0 <= r.query_len <= MAX_TREE_NODES
-            and r.query_len <= r.seq_len <= self.max_seq_len
-            and r.seq_len <= len(r.block_ids) * self.page_size
-            and r.parents is None
-            and r.window_start == 0
-        )
-
-    def _has_only_pages(self, requests: Sequence[RequestRows]) -> bool:
-        """Check the ids of all requests in one pass: one by one they would cost the step most."""
-        used = array("i")
-        try:
-            for r in requests:
-                used.extend(r.block_ids[: -(-r.seq_len // self.page_size)])
-        except (OverflowError, TypeError):  # an id that is no int32: let the detailed check say so
-            return False
-        if not used:
-            return True
-        low, high = torch.frombuffer(used, dtype=torch.int32).aminmax()
-        return int(low) >= 0 and int(high) < self.num_pages
-
-    def _request_problems(self, r: RequestRows, mask: DraftMask) -> list[str]:
-        found = []
-        if not isinstance(r.kind, RequestKind):
-            found.append(f"kind is {r.kind!r}, accepted are the members of RequestKind")
-        least = 1 if r.kind is RequestKind.PROMPT else 0
-        if r.query_len < least:
-            found.append(f"query_len is {r.query_len}, accepted are values >= {least}")
-        if not max(r.query_len, 0) <= r.seq_len <= self.max_seq_len:
-            found.append(
-                f"seq_len is {r.seq_len}, accepted are query_len ({r.query_len}) to max_seq_len "
-                f"({self.max_seq_len})"
-            )
-        pages = -(-max(r.seq_len, 0) // self.page_size)
-        if len(r.block_ids) < pages:
-            found.append(
-                f"block_ids holds {len(r.block_ids)} pages, {r.seq_len} tokens need {pages}"
-            )
-        used = r.block_ids[:pages]
-        if used and not (min(used) >= 0 and max(used) < self.num_pages):
-            outside = [b for b in used if not 0 <= b < self.num_pages]
-            found.append(f"block_ids has {outside}, accepted are 0 to {self.num_pages - 1}")
-        is_prompt = r.kind is RequestKind.PROMPT
-        last_start = 0 if is_prompt else max(r.seq_len, 0)
-        if not 0 <= r.window_start <= last_start:
-            accepted = "0 for a prompt" if is_prompt else f"0 to seq_len ({r.seq_len})"
-            found.append(f"window_start is {r.window_start}, accepted is {accepted}")
-        return found + _tree_problems(r, mask)
 
     def _verify_part(
         self, requests: Sequence[RequestRows], mask: DraftMask, sent: dict[str, Tensor]
@@ -181,7 +172,7 @@ class MetadataBuilder:
         rows = None
         if self.backend.capabilities.query_len_support is QueryLenSupport.SINGLE_ONLY:
             rows = decode_rows(sent["extent"], sent["table"], sent["query_lens"], sum(lens))
-        return self.backend.plan(
+        return self._planned(
             VerifyPart(
                 query_start=sent["query_start"],
                 seq_lens=sent["seq_lens"],
@@ -196,10 +187,36 @@ class MetadataBuilder:
                 max_seq_len=max(r.seq_len for r in requests),
                 page_size=self.page_size,
                 num_pages=self.num_pages,
-            ),
-            num_heads=self.num_heads,
-            kv_lora_rank=self.kv_lora_rank,
-            dtype=self.dtype,
+            )
+        )
+
+    def _round_part(
+        self, requests: Sequence[RequestRows], step: int, seq_lens: Tensor, sent: dict[str, Tensor]
+    ) -> VerifyPart:
+        """A row a request, which sees all keys: a request's length is its row's extent."""
+        table = sent["table"][: len(requests)]
+        single = self.backend.capabilities.query_len_support is QueryLenSupport.SINGLE_ONLY
+        return self._planned(
+            VerifyPart(
+                query_start=sent["query_start"][: len(requests) + 1],
+                seq_lens=seq_lens,
+                block_table=table,
+                row_extent=seq_lens,
+                row_start=None,
+                tree_bits=None,
+                rows=RowTables(seq_lens, table) if single else None,
+                mask=DraftMask.CAUSAL,
+                query_lens=(1,) * len(requests),
+                max_query_len=1,
+                max_seq_len=max(r.seq_len - r.query_len for r in requests) + step + 1,
+                page_size=self.page_size,
+                num_pages=self.num_pages,
+            )
+        )
+
+    def _planned(self, part: VerifyPart) -> VerifyPart:
+        return self.backend.plan(
+            part, num_heads=self.num_heads, kv_lora_rank=self.kv_lora_rank, dtype=self.dtype
         )
 
 
@@ -215,22 +232,5 @@ def _prefill_part(requests: Sequence[RequestRows], sent: dict[str, Tensor]) -> P
     )
 
 
-def _tree_problems(r: RequestRows, mask: DraftMask) -> list[str]:
-    if r.parents is None:
-        is_wide_chain = mask is DraftMask.TREE and r.query_len > MAX_TREE_NODES
-        if is_wide_chain and r.kind is not RequestKind.PROMPT:
-            return [f"query_len is {r.query_len}, a tree holds at most {MAX_TREE_NODES} nodes"]
-        return []
-    found = []
-    if mask is not DraftMask.TREE:
-        found.append(f"parents are given but mask is {mask.value!r}, accepted is 'tree'")
-    if r.kind is RequestKind.PROMPT:
-        found.append("parents are given for a prompt, accepted is None")
-    if len(r.parents) != r.query_len:
-        found.append(f"parents has {len(r.parents)} nodes, query_len is {r.query_len}")
-    if r.parents:
-        try:
-            tree_bits(r.parents)
-        except ArgumentError as error:
-            found.append(str(error))
-    return found
+def _is_chain(r: RequestRows) -> bool:
+    return r.kind is RequestKind.VERIFY and r.parents is None and not r.window_start

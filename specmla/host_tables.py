@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -18,80 +19,103 @@ class HostTables:
 
     def __init__(self, page_size: int, mask: DraftMask) -> None:
         self.page_size, self.mask = page_size, mask
-        self.long: dict[str, array[int]] = {"positions": array("q"), "slots": array("q")}
-        self.int: dict[str, array[int]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.arrays: dict[str, array[int]] = {}
 
-    def add_rows(self, r: RequestRows) -> None:
+    def add_rows(self, requests: Sequence[RequestRows]) -> None:
         """Add positions and slots of the new rows; a tree node stands at prefix + depth."""
-        first = r.seq_len - r.query_len
-        if r.parents:
-            self.long["positions"].extend([first + depth for depth in tree_depths(r.parents)])
-        else:
-            self.long["positions"].extend(range(first, r.seq_len))
-        self._add_slots(self.long["slots"], r, first)
+        spans = [(r, r.seq_len - r.query_len, r.seq_len) for r in requests]
+        self.arrays["positions"] = array(
+            "q",
+            chain.from_iterable(
+                [first + depth for depth in tree_depths(r.parents)]
+                if r.parents
+                else range(first, end)
+                for r, first, end in spans
+            ),
+        )
+        self.arrays["slots"] = self._slots(spans)
 
     def add_verify(self, requests: Sequence[RequestRows]) -> None:
         """Add the tables of the verify part."""
         if not requests:
             return
-        page = self.page_size
-        width = max(1, *(-(-r.seq_len // page) for r in requests))
-        table, extent, unused = array("i"), array("i"), array("i", [-1]) * width
-        for r in requests:
-            used = -(-r.seq_len // page)
-            table.extend(r.block_ids[:used])
-            table.extend(unused[used:])
-            extent.extend(row_extents(self.mask, r.query_len, r.seq_len))
-        self.int |= {
-            "table": table,
-            "extent": extent,
-            "query_lens": array("i", [r.query_len for r in requests]),
-            "query_start": array("i", running_starts(r.query_len for r in requests)),
+        query_lens = [r.query_len for r in requests]
+        extents = (row_extents(self.mask, r.query_len, r.seq_len) for r in requests)
+        self.arrays |= {
+            "table": self._block_table(requests),
+            "extent": array("i", chain.from_iterable(extents)),
+            "query_lens": array("i", query_lens),
+            "query_start": array("i", running_starts(query_lens)),
             "seq_lens": array("i", [r.seq_len for r in requests]),
         }
-        self.shapes["table"] = (len(requests), width)
         if any(r.window_start for r in requests if r.query_len):
-            self.int["row_start"] = array(
+            self.arrays["row_start"] = array(
                 "i", [r.window_start for r in requests for _ in range(r.query_len)]
             )
         if self.mask is DraftMask.TREE:
-            self.long["tree"] = array("q", [word for r in requests for word in _row_words(r)])
+            self.arrays["tree"] = array("q", [word for r in requests for word in _row_words(r)])
+
+    def add_rounds(self, requests: Sequence[RequestRows], live: Sequence[int]) -> None:
+        """Add steps of one row: in step i the first `live[i]` requests bring token i of their rows.
+
+        The steps share one block table, that of the last.
+        """
+        rows = [(r, i) for i, count in enumerate(live) for r in requests[:count]]
+        ends = [r.seq_len - r.query_len + i + 1 for r, i in rows]
+        spans = [(r, end - 1, end) for (r, _), end in zip(rows, ends, strict=True)]
+        self.arrays |= {
+            "positions": array("q", [end - 1 for end in ends]),
+            "slots": self._slots(spans),
+            "table": self._block_table(requests),
+            "seq_lens": array("i", ends),
+            "query_start": array("i", range(len(requests) + 1)),
+        }
 
     def add_prefill(self, requests: Sequence[RequestRows]) -> None:
         """Add the tables of the prompt part."""
         if not requests:
             return
-        self.long["kv_slots"] = array("q")
-        for r in requests:
-            self._add_slots(self.long["kv_slots"], r, 0)
-        self.int["prompt_query_start"] = array("i", running_starts(r.query_len for r in requests))
-        self.int["kv_start"] = array("i", running_starts(r.seq_len for r in requests))
+        self.arrays |= {
+            "kv_slots": self._slots([(r, 0, r.seq_len) for r in requests]),
+            "prompt_query_start": array("i", running_starts(r.query_len for r in requests)),
+            "kv_start": array("i", running_starts(r.seq_len for r in requests)),
+        }
 
-    def send(self, device: torch.device) -> dict[str, Tensor]:
-        """Send everything in one copy."""
-        sent = send_arrays(self.long | self.int, device)
-        for name, shape in self.shapes.items():
-            sent[name] = sent[name].view(shape)
+    def send(self, device: torch.device, along: Mapping[str, array[int]]) -> dict[str, Tensor]:
+        """Send everything in one copy, and `along`, whose names come back as "along.NAME"."""
+        guests = {f"along.{name}": values for name, values in along.items()}
+        sent = send_arrays({**self.arrays, **guests}, device)
+        if "table" in sent:
+            sent["table"] = sent["table"].view(-1, self._width)
         return sent
 
-    def _add_slots(self, slots: array[int], r: RequestRows, first: int) -> None:
-        """Add the slots of the tokens from `first` on, a run a page."""
-        page = self.page_size
-        while first < r.seq_len:
-            cell, offset = divmod(first, page)
-            count = min(page - offset, r.seq_len - first)
-            slot = r.block_ids[cell] * page + offset
-            slots.extend(range(slot, slot + count))
-            first += count
+    def _block_table(self, requests: Sequence[RequestRows]) -> array[int]:
+        page, table = self.page_size, array("i")
+        used = [-(-r.seq_len // page) for r in requests]
+        self._width = width = max([1, *used])
+        unused = array("i", [-1]) * width
+        for r, count in zip(requests, used, strict=True):
+            table.extend(r.block_ids[:count])
+            if count < width:
+                table.extend(unused[count:])
+        return table
+
+    def _slots(self, spans: Iterable[tuple[RequestRows, int, int]]) -> array[int]:
+        """Give the slots of each request's tokens from `first` to before `end`, a run a page."""
+        page, runs = self.page_size, []
+        for r, first, end in spans:
+            while first < end:
+                cell = first // page
+                stop = min(end, (cell + 1) * page)
+                shift = (r.block_ids[cell] - cell) * page
+                runs.append(range(first + shift, stop + shift))
+                first = stop
+        return array("q", chain.from_iterable(runs))
 
 
 def running_starts(lengths: Iterable[int]) -> list[int]:
     """Give where each length begins if they stand one after another, and the end of all."""
-    out = [0]
-    for length in lengths:
-        out.append(out[-1] + length)
-    return out
+    return list(accumulate(lengths, initial=0))
 
 
 def _row_words(r: RequestRows) -> list[int]:

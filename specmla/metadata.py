@@ -9,8 +9,8 @@ Shape letters: B requests, T packed rows (sum of Q), M block-table columns, S ke
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -129,6 +129,7 @@ class StepMetadata:
         query_start: first row of each request here, on the host ([B + 1]).
         positions: [T] int64, position of each row's token.
         slot_mapping: [T] int64, slot that each row's latent is stored at; -1 is skipped.
+        along: 1-d tensors by name, of the arrays that the caller sent in the same copy.
     """
 
     order: tuple[int, ...]
@@ -137,6 +138,7 @@ class StepMetadata:
     slot_mapping: Tensor
     verify: VerifyPart | None
     prefill: PrefillPart | None
+    along: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:

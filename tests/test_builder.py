@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from array import array
 
 import pytest
 import torch
@@ -145,6 +146,65 @@ def test_build_sends_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [step.positions, step.slot_mapping, verify.block_table, verify.row_start,
               verify.tree_bits, verify.seq_lens, prefill.kv_slots, prefill.kv_start]  # fmt: skip
     assert len({t.untyped_storage().data_ptr() for t in tables}) == 1
+
+
+def test_build_takes_arrays_along_in_the_same_copy() -> None:
+    along = {"positions": array("q", [7, 2**40]), "odd": array("i", [-5]), "none": array("q")}
+    step = builder().build([rows(3, 40)], along=along)
+    assert {name: t.tolist() for name, t in step.along.items()} == {
+        name: list(values) for name, values in along.items()
+    }
+    assert step.positions.tolist() == [37, 38, 39]
+    tensors = [step.positions, step.verify.block_table, *step.along.values()]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=4),
+    st.sampled_from([1, 3, 16]),
+    st.booleans(),
+)
+def test_rounds_equal_the_steps_built_one_by_one(
+    sizes: list[tuple[int, int]], page_size: int, single: bool
+) -> None:
+    """Ragged ends and page edges included; only cells past a request's length may differ."""
+    chains = [
+        RequestRows(VERIFY, count, past + count, random.Random(past).sample(range(100), 70))
+        for count, past in sorted(sizes, reverse=True)
+    ]
+    made = builder(page_size, backend=SingleRow() if single else None)
+    steps = made.build_rounds(chains)
+    assert len(steps) == max([0, *(r.query_len for r in chains)])
+    for i, step in enumerate(steps):
+        now = [
+            r._replace(query_len=1, seq_len=r.seq_len - r.query_len + i + 1)
+            for r in chains
+            if r.query_len > i
+        ]
+        want = made.build(now)
+        assert (step.order, step.query_start) == (want.order, want.query_start)
+        assert torch.equal(step.positions, want.positions)
+        assert torch.equal(step.slot_mapping, want.slot_mapping)
+        for field in ("query_start", "seq_lens", "row_extent"):
+            a, b = getattr(step.verify, field), getattr(want.verify, field)
+            assert torch.equal(a, b), field
+            assert a.dtype == b.dtype, field
+        for field in ("mask", "query_lens", "max_query_len", "max_seq_len", "row_start"):
+            assert getattr(step.verify, field) == getattr(want.verify, field), field
+        width = want.verify.block_table.shape[1]
+        used = want.verify.block_table >= 0
+        assert torch.equal(step.verify.block_table[:, :width][used], want.verify.block_table[used])
+        if single:
+            assert torch.equal(step.verify.rows.seq_lens, want.verify.rows.seq_lens)
+            assert step.verify.rows.block_table.shape[0] == len(now)
+
+
+def test_rounds_are_sent_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    real = host_tables.send_arrays
+    monkeypatch.setattr(host_tables, "send_arrays", lambda *a: sent.append(a) or real(*a))
+    assert len(builder().build_rounds([rows(3, 40), rows(2, 9)])) == 3
+    assert len(sent) == 1
 
 
 def test_build_of_no_requests_is_an_empty_step() -> None:

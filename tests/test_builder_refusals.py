@@ -112,6 +112,25 @@ def test_build_lets_a_uniform_backend_mix_verifies_of_one_length_with_prompts() 
     assert step.order == (1, 2, 0)
 
 
+@pytest.mark.parametrize(
+    ("chains", "reason"),
+    [
+        ([rows(1, 9), rows(2, 9)], r"the rows are \[1, 2\], accepted are verify chains of falling"),
+        ([rows(1, 9, kind=PROMPT)], "accepted are verify chains"),
+        ([rows(1, 9, window_start=2)], "accepted are verify chains"),
+        ([rows(2, 20, block_ids=(1, 100))], r"request 0: block_ids has \[100\]"),
+        ([rows(2, 40, block_ids=(1, 2))], "request 0: block_ids holds 2 pages, 40 tokens need 3"),
+        ([rows(2, 1001)], "request 0: seq_len is 1001"),
+    ],
+)
+def test_rounds_refuse(
+    chains: list[RequestRows], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_tables, "send_arrays", lambda *a: pytest.fail("sent something"))
+    with pytest.raises(ArgumentError, match=reason):
+        builder().build_rounds(chains)
+
+
 def test_builder_lists_all_bad_sizes() -> None:
     with pytest.raises(ArgumentError, match=r"page_size is 0.*; num_pages is -1"):
         builder(page_size=0, num_pages=-1)

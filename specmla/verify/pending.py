@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from specmla.metadata import RequestKind, RequestRows
 from specmla.verify.plan import PlannedRequest
@@ -30,38 +30,48 @@ def name_problems(label: str, names: Sequence[Hashable]) -> list[str]:
     return [f"{label} {list(names)} holds a name twice"] if len(distinct) < len(names) else []
 
 
-def pair_drafts(
-    names: Sequence[Hashable], proposal: DraftProposal | None
-) -> Iterator[tuple[Hashable, tuple[int, int]]]:
-    """Give each name its draft count and where its drafts start in the flattened tokens."""
-    drafts: dict[Hashable, tuple[int, int]] = {}
-    if proposal is not None:
-        width = proposal.tokens.shape[1]
-        for i, name in enumerate(proposal.request_ids):
-            drafts[name] = (proposal.counts[i], i * width)
-    for name in names:
-        yield name, drafts.get(name, (0, 0))
+def plan_requests(
+    states: Sequence[RequestState],
+    cached: Callable[[Hashable], int],
+    proposal: DraftProposal | None,
+) -> list[PlannedRequest]:
+    """Plan the requests of a step, those that verify before prompts, as metadata orders them.
+
+    Several pending tokens are a prompt, one is an anchor to verify drafts from.
+
+    Args:
+        states: requests of the step.
+        cached: tokens of a request that have a row in the cache.
+        proposal: drafts for some of them, and maybe for others.
+    """
+    verifies, prompts = [], []
+    for state, (count, offset) in zip(states, _drafts_of(states, proposal), strict=True):
+        tokens, name = state.tokens, state.request_id
+        position = len(tokens) - 1
+        pending = tokens[cached(name) :]
+        if len(pending) > 1:
+            prompts.append(PlannedRequest(state, name, pending, position, 0, offset, True))
+        else:
+            count = min(count, state.draft_limit)
+            verifies.append(PlannedRequest(state, name, pending, position, count, offset, False))
+    return verifies + prompts
 
 
-def plan_request(state: RequestState, cached: int, count: int, offset: int) -> PlannedRequest:
-    """Plan one request: several pending tokens are a prompt, one is an anchor to verify from."""
-    pending = state.tokens[cached:]
-    is_prompt = len(pending) > 1
-    return PlannedRequest(
-        request_id=state.request_id,
-        pending=pending,
-        position=len(state.tokens) - 1,
-        num_drafts=0 if is_prompt else min(count, state.draft_limit),
-        proposal_offset=offset,
-        is_prompt=is_prompt,
-    )
+def _drafts_of(
+    states: Sequence[RequestState], proposal: DraftProposal | None
+) -> Iterable[tuple[int, int]]:
+    """Give each request's draft count and where its drafts start in the flattened tokens."""
+    if proposal is None:
+        return ((0, 0) for _ in states)
+    width = proposal.tokens.shape[1]
+    starts = [i * width for i in range(len(proposal.counts))]
+    given = zip(proposal.counts, starts, strict=True)
+    drafts = dict(zip(proposal.request_ids, given, strict=True))
+    return (drafts.get(state.request_id, (0, 0)) for state in states)
 
 
 def new_rows(r: PlannedRequest, block_ids: Sequence[int]) -> RequestRows:
     """Say what the metadata builder needs of a planned request."""
-    return RequestRows(
-        kind=RequestKind.PROMPT if r.is_prompt else RequestKind.VERIFY,
-        query_len=len(r.pending) + r.num_drafts,
-        seq_len=r.position + 1 + r.num_drafts,
-        block_ids=block_ids,
-    )
+    kind = RequestKind.PROMPT if r.is_prompt else RequestKind.VERIFY
+    rows = len(r.pending) + r.num_drafts
+    return RequestRows(kind, rows, r.position + 1 + r.num_drafts, block_ids)

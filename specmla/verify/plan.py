@@ -7,7 +7,7 @@ and of the last row of each prompt; K is the largest draft count of the step.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from specmla.metadata import StepMetadata
-from specmla.staging import send, send_arrays
+from specmla.staging import send
 from specmla.verify.proposal import DraftProposal
+from specmla.verify.requests import RequestState
 from specmla.verify.sampling import SamplingBatch
 from specmla.verify.vocab import pad_vocab
 
@@ -28,6 +29,7 @@ class PlannedRequest(NamedTuple):
     `position` is the anchor's: the index of the last pending token in the sequence.
     """
 
+    state: RequestState
     request_id: Hashable
     pending: Sequence[int]
     position: int
@@ -63,21 +65,35 @@ class StepPlan:
     sampling: SamplingBatch
 
 
+def host_arrays(
+    requests: Sequence[PlannedRequest], proposal: DraftProposal | None
+) -> dict[str, array[int]]:
+    """Give what `build_plan` needs on the device, to travel in the same copy as the metadata.
+
+    `requests` stand in the metadata's order.
+    """
+    width = max((r.num_drafts for r in requests), default=0)
+    if proposal is None or not _is_uniform(requests, proposal, width):
+        return _ragged_arrays(requests, width)
+    return {
+        "anchors": array("q", [r.pending[0] for r in requests]),
+        "row_table": array("q", range(len(requests) * (width + 1))),
+        "positions": array("q", [r.position for r in requests]),
+    }
+
+
 def build_plan(
     requests: Sequence[PlannedRequest],
     metadata: StepMetadata,
     proposal: DraftProposal | None,
     sampling: SamplingBatch,
-    *,
     vocab_size: int,
-    device: torch.device,
 ) -> StepPlan:
-    """Send the step's indices in one copy and place the drafts among the input tokens."""
-    width = max((r.num_drafts for r in requests), default=0)
-    if proposal is not None and _is_uniform(requests, proposal, width):
-        rows = _uniform_rows(requests, proposal, vocab_size, device)
+    """Place the drafts among the input tokens; `metadata.along` has what `host_arrays` gave."""
+    if proposal is not None and "anchors" in metadata.along:
+        rows = _uniform_rows(metadata.along, proposal, vocab_size)
     else:
-        rows = _ragged_rows(requests, proposal, vocab_size, device)
+        rows = _ragged_rows(metadata.along, len(requests), proposal, vocab_size)
     return StepPlan(tuple(requests), metadata, *rows, sampling=sampling)
 
 
@@ -103,59 +119,41 @@ def _is_uniform(requests: Sequence[PlannedRequest], proposal: DraftProposal, wid
 
 
 def _uniform_rows(
-    requests: Sequence[PlannedRequest],
-    proposal: DraftProposal,
-    vocab_size: int,
-    device: torch.device,
+    sent: Mapping[str, Tensor], proposal: DraftProposal, vocab_size: int
 ) -> _DeviceRows:
-    """What `_ragged_rows` would give, without an index table."""
-    host = {
-        "anchors": array("q", [r.pending[0] for r in requests]),
-        "positions": array("q", [r.position for r in requests]),
-    }
-    sent, drafts = send_arrays(host, device), send(proposal.tokens, device)
+    """What `_ragged_rows` would give, without index tables: every cell is where it should be."""
+    row_table, probs = sent["row_table"], proposal.probs
+    drafts = send(proposal.tokens, row_table.device)
     # An id outside the vocabulary is refused by the rule; the look-up must survive it.
     tokens = torch.cat([sent["anchors"][:, None], drafts.clamp(0, vocab_size - 1)], dim=1)
-    row_table = torch.arange(tokens.numel(), device=device).view_as(tokens)
-    probs = proposal.probs
     if probs is not None:
-        probs = pad_vocab(send(probs, device), vocab_size, allow_mismatch=True)
+        probs = pad_vocab(send(probs, drafts.device), vocab_size, allow_mismatch=True)
     return _DeviceRows(
-        tokens.view(-1), row_table.view(-1), row_table, drafts, probs, sent["positions"]
+        tokens.view(-1), row_table, row_table.view_as(tokens), drafts, probs, sent["positions"]
     )
 
 
 def _ragged_rows(
-    requests: Sequence[PlannedRequest],
-    proposal: DraftProposal | None,
-    vocab_size: int,
-    device: torch.device,
+    sent: Mapping[str, Tensor], num_requests: int, proposal: DraftProposal | None, vocab_size: int
 ) -> _DeviceRows:
-    """Place any mix of prompts and drafts, by index tables sent in one copy."""
-    width = max((r.num_drafts for r in requests), default=0)
-    sent = send_arrays(_index_arrays(requests, width), device)
+    """Place any mix of prompts and drafts by index tables."""
     tokens, probs = sent["tokens"], None
-    drafts = tokens.new_empty((len(requests), 0))
+    row_table = sent["row_table"].view(num_requests, -1)
+    width = row_table.shape[1] - 1
+    drafts = tokens.new_empty((num_requests, 0))
     if proposal is not None and width:
-        given = send(proposal.tokens, device)
+        given = send(proposal.tokens, tokens.device)
         # One cell more than the proposal has: what a request lacks is read from there.
         flat = torch.cat([given.reshape(-1), given.new_full((1,), -1)])
         source = sent["source"] + (sent["source"] < 0) * flat.shape[0]
-        drafts = flat.index_select(0, source).view(len(requests), width)
+        drafts = flat.index_select(0, source).view(num_requests, width)
         if proposal.probs is not None:
             probs = _ordered_probs(proposal.probs, source.clamp(max=flat.shape[0] - 2), vocab_size)
-            probs = probs.view(len(requests), width, vocab_size)
+            probs = probs.view(num_requests, width, vocab_size)
         # An id outside the vocabulary is refused by the rule; the look-up must survive it.
         safe = flat.index_select(0, sent["draft_source"]).clamp(0, vocab_size - 1)
         tokens = tokens.index_copy(0, sent["draft_rows"], safe)
-    return _DeviceRows(
-        tokens,
-        sent["logit_rows"],
-        sent["row_table"].view(len(requests), width + 1),
-        drafts,
-        probs,
-        sent["positions"],
-    )
+    return _DeviceRows(tokens, sent["logit_rows"], row_table, drafts, probs, sent["positions"])
 
 
 def _ordered_probs(given: Tensor, source: Tensor, vocab_size: int) -> Tensor:
@@ -165,7 +163,7 @@ def _ordered_probs(given: Tensor, source: Tensor, vocab_size: int) -> Tensor:
     return padded.flatten(0, 1).index_select(0, source)
 
 
-def _index_arrays(requests: Sequence[PlannedRequest], width: int) -> dict[str, array[int]]:
+def _ragged_arrays(requests: Sequence[PlannedRequest], width: int) -> dict[str, array[int]]:
     """Index tables of the step; `source` points into the proposal's flattened [B', K'] tokens and
     is -1 where a request has no draft."""
     tokens, positions, logit_rows, row_table = (array("q") for _ in range(4))

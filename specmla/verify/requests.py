@@ -15,9 +15,10 @@ class RequestState:
     Attributes:
         tokens: committed tokens, prompt first; the last one is the anchor.
         num_prompt: length of the prompt.
+        limit: length at which the request ends, by `max_tokens` or the context limit.
     """
 
-    __slots__ = ("max_seq_len", "num_prompt", "request_id", "sampling", "tokens")
+    __slots__ = ("limit", "num_prompt", "request_id", "sampling", "tokens")
 
     def __init__(
         self,
@@ -58,19 +59,13 @@ class RequestState:
         self.tokens = tokens
         self.num_prompt = len(tokens)
         self.sampling = sampling.seeded()
-        self.max_seq_len = max_seq_len
-
-    @property
-    def num_emitted(self) -> int:
-        """Tokens emitted so far."""
-        return len(self.tokens) - self.num_prompt
+        most = sampling.max_tokens
+        self.limit = max_seq_len if most is None else min(max_seq_len, len(tokens) + most)
 
     @property
     def budget(self) -> int:
         """Tokens that may still be emitted (`max_tokens` and the context limit)."""
-        room = self.max_seq_len - len(self.tokens)
-        limit = self.sampling.max_tokens
-        return room if limit is None else min(room, limit - self.num_emitted)
+        return self.limit - len(self.tokens)
 
     @property
     def draft_limit(self) -> int:
@@ -78,7 +73,7 @@ class RequestState:
 
         Keeping to it also keeps every draft row inside the context limit.
         """
-        return max(0, self.budget - 1)
+        return max(0, self.limit - len(self.tokens) - 1)
 
     def emit(self, candidates: Sequence[int]) -> tuple[tuple[int, ...], str | None]:
         """Append what may be emitted of `candidates`; give it and the reason to finish, if any.
@@ -86,14 +81,17 @@ class RequestState:
         The first stop token ends the run and is itself emitted; what follows it is dropped, bonus
         included.
         """
-        budget, stops = self.budget, self.sampling.stop_token_ids
-        kept, reason = [], None
-        for token in candidates[:budget]:
-            kept.append(token)
-            if token in stops:
-                reason = "stop"
-                break
+        kept = tuple(candidates[: self.budget])
+        stop = self._first_stop(kept)
+        if stop is not None:
+            kept = kept[: stop + 1]
         self.tokens.extend(kept)
-        if reason is None and len(kept) == budget:
-            reason = "length"
-        return tuple(kept), reason
+        if stop is not None:
+            return kept, "stop"
+        return kept, None if self.budget else "length"
+
+    def _first_stop(self, tokens: Sequence[int]) -> int | None:
+        stops = self.sampling.stop_token_ids
+        if not stops:
+            return None
+        return next((i for i, token in enumerate(tokens) if token in stops), None)

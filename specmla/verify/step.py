@@ -27,10 +27,9 @@ from specmla.verify.judge import Verdict, judge, logits_problems
 from specmla.verify.pending import (
     batch_problems,
     new_rows,
-    pair_drafts,
-    plan_request,
+    plan_requests,
 )
-from specmla.verify.plan import PlannedRequest, StepPlan, build_plan
+from specmla.verify.plan import PlannedRequest, StepPlan, build_plan, host_arrays
 from specmla.verify.proposal import DraftProposal, DraftRequest, RequestResult
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.sampling_cache import SamplingCache
@@ -183,10 +182,8 @@ class VerifyStep:
         require(found, "VerifyStep.plan")
         if proposal is not None and proposal.probs is not None:
             self.check_drafter(proposal.probs.shape[-1])
-        planned = [
-            plan_request(self._table[name], self.blocks.length(name), *drafts)
-            for name, drafts in pair_drafts(names, proposal)
-        ]
+        states = [self._table[name] for name in names]
+        planned = plan_requests(states, self.blocks.length, proposal)
         copies = self.blocks.reserve({r.request_id: len(r.pending) + r.num_drafts for r in planned})
         try:
             self._open = self._build(planned, copies, proposal)
@@ -203,17 +200,11 @@ class VerifyStep:
     ) -> StepPlan:
         fill_copies(self.cache, self.blocks, copies, [r.request_id for r in planned])
         metadata = self.builder.build(
-            [new_rows(r, self.blocks.block_ids(r.request_id)) for r in planned]
+            [new_rows(r, self.blocks.block_ids(r.request_id)) for r in planned],
+            along=host_arrays(planned, proposal),
         )
-        ordered = [planned[i] for i in metadata.order]
-        return build_plan(
-            ordered,
-            metadata,
-            proposal,
-            self._sampling.get(self._table[r.request_id].sampling for r in ordered),
-            vocab_size=self.vocab_size,
-            device=self.builder.device,
-        )
+        sampling = self._sampling.get(r.state.sampling for r in planned)
+        return build_plan(planned, metadata, proposal, sampling, self.vocab_size)
 
     def verify(self, plan: StepPlan, logits: Tensor) -> Verdict:
         """Judge the drafts; nothing waits for the device.
@@ -252,7 +243,7 @@ class VerifyStep:
         self._open = None
         results = []
         for request, decision in zip(plan.requests, decided, strict=True):
-            state = self._table[request.request_id]
+            state = request.state
             emitted, reason = state.emit(decision.tokens)
             # All but the new anchor have a true row: prompt, old anchor, accepted drafts.
             self.blocks.commit(request.request_id, len(state.tokens) - 1, state.tokens)

@@ -42,11 +42,13 @@ class Checked(DraftModelDrafter):
     checked = 0
 
     def propose(self, requests):
-        before = [list(r.tokens) for r in requests]
+        before = {r.request_id: list(r.tokens) for r in requests}
         proposal = super().propose(requests)
-        for tokens, row, count in zip(
-            before, proposal.tokens.tolist(), proposal.counts, strict=True
+        assert sorted(proposal.request_ids) == sorted(before)
+        for name, row, count in zip(
+            proposal.request_ids, proposal.tokens.tolist(), proposal.counts, strict=True
         ):
+            tokens = before[name]
             for token in row[:count]:
                 logits = self.model.forward_full(torch.tensor([tokens]))[0, -1]
                 assert token == int(logits.argmax())

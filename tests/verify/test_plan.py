@@ -5,15 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmla import DraftProposal
-from specmla.verify.plan import PlannedRequest, _is_uniform, _ragged_rows, _uniform_rows
+from specmla import DraftProposal, SamplingParams
+from specmla.staging import send_arrays
+from specmla.verify.plan import (
+    PlannedRequest,
+    _is_uniform,
+    _ragged_arrays,
+    _ragged_rows,
+    _uniform_rows,
+    host_arrays,
+)
+from specmla.verify.requests import RequestState
 
 CPU = torch.device("cpu")
 
 
 def planned(count: int, drafts: int) -> list[PlannedRequest]:
+    state = RequestState("r", [1], SamplingParams(seed=0), vocab_size=9, max_seq_len=9)
     return [
-        PlannedRequest(i, [5 + i], 10 + i, drafts, i * drafts, is_prompt=False)
+        PlannedRequest(state, i, [5 + i], 10 + i, drafts, i * drafts, is_prompt=False)
         for i in range(count)
     ]
 
@@ -28,8 +38,11 @@ def test_uniform_steps_equal_the_general_way(width, vocab, dense):
     probs = torch.rand(4, width, 16).softmax(-1) if dense else None
     proposal = DraftProposal(tuple(range(4)), (width,) * 4, tokens, probs)
     assert _is_uniform(requests, proposal, width)
-    short = _uniform_rows(requests, proposal, vocab, CPU)
-    general = _ragged_rows(requests, proposal, vocab, CPU)
+    sent = send_arrays(host_arrays(requests, proposal), CPU)
+    assert "anchors" in sent
+    short = _uniform_rows(sent, proposal, vocab)
+    sent = send_arrays(_ragged_arrays(requests, width), CPU)
+    general = _ragged_rows(sent, len(requests), proposal, vocab)
     for name, got, expected in zip(general._fields, short, general, strict=True):
         if expected is None:
             assert got is None
