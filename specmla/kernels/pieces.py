@@ -48,12 +48,14 @@ def shortest_limits(blocks, tiles, targets, scratch_slots, LEAST_RUN: tl.constex
     """Give for each of `targets` the shortest run that makes at most so many pieces, and at most
     `scratch_slots` of cut tiles; where none does, the longest request.
     """
+    longest = tl.maximum(tl.max(blocks), LEAST_RUN)
     low = tl.zeros_like(targets) + LEAST_RUN
-    high = tl.zeros_like(targets) + tl.maximum(tl.max(blocks), LEAST_RUN)
-    while tl.max(high - low) > 0:
+    high = tl.zeros_like(targets) + longest
+    blocks, tiles = blocks[None, :], tiles[None, :]
+    for _ in range(tl.sum(((longest >> tl.arange(0, 32)) > 0).to(tl.int32))):
         middle = (low + high) // 2
-        pieces, _ = even_cut(blocks[None, :], middle[:, None])
-        count = pieces * tiles[None, :]
+        pieces, _ = even_cut(blocks, middle[:, None])
+        count = pieces * tiles
         fits = tl.sum(count, 1) <= targets
         fits = fits & (tl.sum(tl.where(pieces > 1, count, 0), 1) <= scratch_slots)
         low = tl.where(fits | (low == high), low, middle + 1)
@@ -243,7 +245,7 @@ def fill_plan(plan: PiecePlan, query_start: Tensor | None, seq_lens: Tensor) -> 
         PIECES=plan.rule.num_splits or 0,
         CLASSES=min(16, max(1, 8192 // lanes)),
         BLOCK_B=lanes,
-        WIDTH=max(1, 1024 // lanes),
-        num_warps=1 if lanes <= 32 else 4 if lanes <= 256 else 8,
+        WIDTH=max(1, 512 // lanes),
+        num_warps=4 if lanes <= 16 else 8 if lanes <= 1024 else 16,
         enable_fp_fusion=FP_FUSION,
     )
