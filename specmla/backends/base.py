@@ -105,7 +105,9 @@ class AttentionBackend(abc.ABC):
             if accepted is not None and got not in accepted:
                 found.append(f"{label} is {got}, accepted are {list(accepted)}")
         if need.batch_invariant and not self.batch_invariant:
-            way = "built with batch_invariant=True" if has.batch_invariant else "another backend"
+            way = (
+                "one built with batch_invariant=True" if has.batch_invariant else "another backend"
+            )
             found.append(f"batch_invariant is needed, accepted is {way}")
         missing = sorted(m.value for m in need.masks - has.masks)
         if missing:
@@ -128,6 +130,18 @@ class AttentionBackend(abc.ABC):
         if got >= least:
             return []
         return [f"compute capability is {got[0]}.{got[1]}, accepted is {least[0]}.{least[1]} on"]
+
+    @classmethod
+    def make(cls, *, batch_invariant: bool = False) -> AttentionBackend:
+        """Build the backend with its usual settings, or such that its results are batch-invariant.
+
+        Raises:
+            UnsupportedError: it has no batch-invariant results.
+        """
+        if batch_invariant:
+            reasons = ["batch_invariant is True, accepted is False"]
+            raise UnsupportedError(f"backend {cls.capabilities.name!r}", reasons)
+        return cls()
 
     def check(self, need: Requirements) -> None:
         """Raise `UnsupportedError` with all reasons unless this backend can serve `need`."""

@@ -8,31 +8,31 @@ from specmla.backends.base import AttentionBackend, Requirements
 from specmla.errors import ArgumentError, UnsupportedError
 
 
-def _reference() -> AttentionBackend:
+def _reference() -> type[AttentionBackend]:
     from specmla.backends.reference import ReferenceBackend
 
-    return ReferenceBackend()
+    return ReferenceBackend
 
 
-def _triton() -> AttentionBackend:
+def _triton() -> type[AttentionBackend]:
     from specmla.backends.triton import TritonBackend
 
-    return TritonBackend()
+    return TritonBackend
 
 
-def _rows() -> AttentionBackend:
+def _rows() -> type[AttentionBackend]:
     from specmla.backends.rows import RowsBackend
 
-    return RowsBackend()
+    return RowsBackend
 
 
-def _hopper() -> AttentionBackend:
+def _hopper() -> type[AttentionBackend]:
     from specmla.backends.hopper import HopperBackend
 
-    return HopperBackend()
+    return HopperBackend
 
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
     "triton": _triton,
     "rows": _rows,
     "hopper": _hopper,
@@ -40,15 +40,24 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
 }
 
 
-def get_backend(name: str) -> AttentionBackend:
+def get_backend(name: str, *, batch_invariant: bool = False) -> AttentionBackend:
     """Make the backend of that name, whether or not it can run here.
 
     Raises:
         ArgumentError: an unknown name.
+        UnsupportedError: batch-invariant results are asked for and it has none.
     """
     if name not in BACKENDS:
         raise ArgumentError(f"backend is {name!r}, accepted are {sorted(BACKENDS)}")
-    return BACKENDS[name]()
+    return BACKENDS[name]().make(batch_invariant=batch_invariant)
+
+
+def _made_for(need: Requirements, name: str) -> AttentionBackend:
+    """Make it batch-invariant where that is needed; if it can't be, `problems` says so."""
+    backend = get_backend(name)
+    if need.batch_invariant and backend.capabilities.batch_invariant:
+        return backend.make(batch_invariant=True)
+    return backend
 
 
 def _rank(backend: AttentionBackend, need: Requirements) -> tuple[bool, int]:
@@ -68,11 +77,11 @@ def select_backend(
         ArgumentError: an unknown name.
     """
     if name is not None:
-        backend = get_backend(name) if isinstance(name, str) else name
+        backend = _made_for(need, name) if isinstance(name, str) else name
         backend.check(need)
         return backend
     reasons = []
-    candidates = [get_backend(known) for known in BACKENDS]
+    candidates = [_made_for(need, known) for known in BACKENDS]
     for backend in sorted(candidates, key=lambda b: _rank(b, need)):
         problems = backend.problems(need)
         if not problems:

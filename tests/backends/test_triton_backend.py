@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from specmla.backends.base import AttentionBackend, Requirements
 from specmla.backends.rows import RowsBackend
+from specmla.backends.select import get_backend, select_backend
 from specmla.backends.triton import TritonBackend
 from specmla.errors import ArgumentError, UnsupportedError
 from specmla.kernels import prims
@@ -91,3 +92,37 @@ def test_masks_and_query_lengths() -> None:
 def test_num_splits_below_one_is_refused(backend: type[AttentionBackend]) -> None:
     with pytest.raises(ArgumentError, match="num_splits is 0"):
         backend(num_splits=0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wrong_options_are_listed_at_once(backend: type[AttentionBackend]) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        backend(num_splits=4, batch_invariant=True, piece_keys=0)  # type: ignore[call-arg]
+    for text in ("num_splits is 4, accepted with batch_invariant is None", "piece_keys is 0"):
+        assert text in str(caught.value)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batch_invariance_is_declared_and_checked(backend: type[AttentionBackend]) -> None:
+    assert backend.capabilities.batch_invariant
+    wanted = need(batch_invariant=True)
+    assert backend().problems(wanted) == [
+        "batch_invariant is needed, accepted is one built with batch_invariant=True"
+    ]
+    assert backend.make(batch_invariant=True).problems(wanted) == []
+    assert backend.make(batch_invariant=True).problems(need()) == []
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_select_builds_what_is_needed() -> None:
+    chosen = select_backend(need(batch_invariant=True))
+    assert chosen.batch_invariant
+    assert isinstance(chosen, TritonBackend)
+    assert select_backend(need(batch_invariant=True), "rows").batch_invariant
+    assert not select_backend(need(), "triton").batch_invariant
+    with pytest.raises(UnsupportedError, match="batch_invariant"):
+        select_backend(need(batch_invariant=True), "reference")
+    with pytest.raises(UnsupportedError, match="batch_invariant"):
+        get_backend("reference", batch_invariant=True)
+    assert get_backend("triton", batch_invariant=True).batch_invariant
