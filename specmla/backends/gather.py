@@ -21,7 +21,8 @@ class GatherPlan:
 
     Attributes:
         num_heads: H that the step was planned for.
-        page, offset: [B * S] int64, where key s of request b lies.
+        page_size: G.
+        slot: [B * S] int64, where key s of request b lies.
         bias: [B, Q * H, S] float32, or [B, 1, S] for one row a request: -inf where the row does not
             see the key, else 0.
         no_keys: [B, Q * H] bool, or [B, 1], true for a row without keys; None if there is none.
@@ -30,8 +31,8 @@ class GatherPlan:
     """
 
     num_heads: int
-    page: Tensor
-    offset: Tensor
+    page_size: int
+    slot: Tensor
     bias: Tensor
     no_keys: Tensor | None
     padded_from: Tensor | None
@@ -47,20 +48,28 @@ class GatherPlan:
         page_stride, row_stride, column_stride = latent_cache.stride()
         shape = (self.bias.shape[0], self.bias.shape[2], width)
         if not row_stride or page_stride % row_stride:
-            return latent_cache[self.page, self.offset].view(shape)
+            page = self.slot.div(page_size, rounding_mode="floor")
+            return latent_cache[page, self.slot - page * page_size].view(shape)
         # Selecting rows of one matrix is several times faster than indexing by page and offset.
         steps = page_stride // row_stride
         rows = latent_cache.as_strided(
             ((num_pages - 1) * steps + page_size, width), (row_stride, column_stride)
         )
-        index = self._index.get(steps)
-        if index is None:  # the layers of one cache share their page stride
-            index = self._index[steps] = torch.add(self.offset, self.page, alpha=steps)
+        index = self._row_index(steps)
         if latent_cache.device.type != "cpu":
             return rows.index_select(0, index).view(shape)
         out = scratch.empty(shape, latent_cache.dtype)
         torch.index_select(rows, 0, index, out=out.view(-1, width))
         return out
+
+    def _row_index(self, steps: int) -> Tensor:
+        """Row of each key in a cache whose pages begin `steps` rows apart."""
+        if steps == self.page_size:
+            return self.slot
+        if steps not in self._index:  # the layers of one cache share their page stride
+            page = self.slot.div(self.page_size, rounding_mode="floor")
+            self._index[steps] = torch.add(self.slot, page, alpha=steps - self.page_size)
+        return self._index[steps]
 
 
 def build_gather_plan(part: VerifyPart, num_heads: int) -> GatherPlan | None:
@@ -70,11 +79,12 @@ def build_gather_plan(part: VerifyPart, num_heads: int) -> GatherPlan | None:
     """
     if not part.num_rows or not part.max_seq_len:
         return None
-    if _is_plain(part):
-        return _plain_plan(part, num_heads)
+    if part.row_start is None and part.tree_bits is None and part.seq_lens.device.type == "cpu":
+        plan = _prefix_plan(part, num_heads)
+        if plan is not None:
+            return plan
     row, is_row = _padded_rows(part)
     sees = _visible_keys(part, row, is_row)
-    page, offset = _live_slots(part, sees)
     no_keys = ~sees.any(-1)
     may_have_none = no_keys.device.type != "cpu" or bool((no_keys & is_row).any())
     is_padded = part.num_rows != row.numel()
@@ -82,11 +92,12 @@ def build_gather_plan(part: VerifyPart, num_heads: int) -> GatherPlan | None:
         ~sees, -torch.inf
     )
     if part.max_query_len > 1:
-        bias, no_keys = (x.repeat_interleave(num_heads, dim=1) for x in (bias, no_keys))
+        no_keys = _for_heads(no_keys[..., None], num_heads)[..., 0]
+        bias = _for_heads(bias, num_heads)
     return GatherPlan(
         num_heads=num_heads,
-        page=page.flatten(),
-        offset=offset.flatten(),
+        page_size=part.page_size,
+        slot=_live_slots(part, sees).flatten(),
         bias=bias,
         no_keys=no_keys if may_have_none else None,
         padded_from=row.flatten() if is_padded else None,
@@ -94,40 +105,44 @@ def build_gather_plan(part: VerifyPart, num_heads: int) -> GatherPlan | None:
     )
 
 
-def _is_plain(part: VerifyPart) -> bool:
-    """Tell the common step on a CPU apart: chains or blocks of one length, from key 0 on."""
-    return (
-        part.row_start is None
-        and part.tree_bits is None
-        and part.num_rows == part.max_query_len * part.num_requests
-        and part.seq_lens.device.type == "cpu"
-    )
-
-
-def _plain_plan(part: VerifyPart, num_heads: int) -> GatherPlan:
-    """Compute what the general way would, by a third of the operations."""
+def _prefix_plan(part: VerifyPart, num_heads: int) -> GatherPlan | None:
+    """Compute what the general way would, by a third of the operations, for the common step on a
+    CPU: each row sees the keys from 0 to its extent. None if one of them sees no key.
+    """
+    padded_from = packed_from = None
+    shape = (part.num_requests, part.max_query_len, 1)
+    extent = part.row_extent
+    if part.num_rows != part.num_requests * part.max_query_len:
+        # A missing row is the last one of its request once more, and dropped.
+        first, end = part.query_start[:-1, None], part.query_start[1:, None]
+        row = first + torch.arange(part.max_query_len)
+        packed_from = (row < end).view(-1).nonzero().view(-1)
+        padded_from = torch.minimum(row, end - 1).clamp_(min=0).view(-1)
+        extent = extent.index_select(0, padded_from)
+    extent = torch.minimum(extent.view(shape), part.seq_lens.view(-1, 1, 1))
+    longest = extent.amax(1) if part.max_query_len > 1 else extent.view(-1, 1)
+    if int(extent.min()) < 1:
+        return None
     key = torch.arange(part.max_seq_len)
-    extent = part.row_extent.view(part.num_requests, part.max_query_len, 1)
-    extent = torch.minimum(extent, part.seq_lens.view(-1, 1, 1))
-    longest = extent.amax(1)
-    at = torch.minimum(key, longest - 1).clamp_(min=0)
+    at = torch.minimum(key, longest - 1)
     cell = at.div(part.page_size, rounding_mode="floor")
-    page = part.block_table.gather(1, cell).masked_fill_(longest <= 0, 0)
+    page = part.block_table.gather(1, cell)
     bias = torch.where(key < extent, 0.0, -torch.inf)
-    no_keys = (extent <= 0).squeeze(-1)
-    may_have_none = bool(no_keys.any())
-    if part.max_query_len > 1:
-        bias = bias.repeat_interleave(num_heads, dim=1)
-        no_keys = no_keys.repeat_interleave(num_heads, dim=1)
     return GatherPlan(
         num_heads=num_heads,
-        page=page.long().flatten(),
-        offset=(at - cell * part.page_size).flatten(),
-        bias=bias,
-        no_keys=no_keys if may_have_none else None,
-        padded_from=None,
-        packed_from=None,
+        page_size=part.page_size,
+        slot=torch.add(at, page - cell, alpha=part.page_size).view(-1),
+        bias=_for_heads(bias, num_heads) if part.max_query_len > 1 else bias,
+        no_keys=None,
+        padded_from=padded_from,
+        packed_from=packed_from,
     )
+
+
+def _for_heads(per_row: Tensor, num_heads: int) -> Tensor:
+    """Repeat [B, Q, X] for the heads of each row: [B, Q * H, X]."""
+    b, q, x = per_row.shape
+    return per_row[:, :, None].expand(b, q, num_heads, x).reshape(b, q * num_heads, x)
 
 
 def _padded_rows(part: VerifyPart) -> tuple[Tensor, Tensor]:
@@ -162,8 +177,8 @@ def _visible_keys(part: VerifyPart, row: Tensor, is_row: Tensor) -> Tensor:
     return sees
 
 
-def _live_slots(part: VerifyPart, sees: Tensor) -> tuple[Tensor, Tensor]:
-    """Page and offset of each key, [B, S] int64; a key that no row sees stands for the last seen.
+def _live_slots(part: VerifyPart, sees: Tensor) -> Tensor:
+    """Slot of each key, [B, S] int64; a key that no row sees stands for the last seen.
 
     A request without any visible key reads the first slot of the pool; its rows are zeroed later.
     """
@@ -173,4 +188,4 @@ def _live_slots(part: VerifyPart, sees: Tensor) -> tuple[Tensor, Tensor]:
     at = torch.where(live, key, last)
     cell = at.div(part.page_size, rounding_mode="floor")
     page = part.block_table.gather(1, cell).masked_fill(~live.any(1, keepdim=True), 0)
-    return page.long(), at - cell * part.page_size
+    return torch.add(at, page - cell, alpha=part.page_size)
