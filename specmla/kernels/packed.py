@@ -83,15 +83,15 @@ def packed_kernel(
     request = tl.load(record)
     if request < 0:
         return
-    # In steps, so that the compiler knows that keys start at multiples of BLOCK_N.
-    tile, begin = tl.load(record + 1), tl.load(record + 2) * BLOCK_N
-    stop = tl.load(record + 3) * BLOCK_N
+    tile, run = tl.load(record + 1), tl.load(record + 3) * BLOCK_N
+    # A product, so that the compiler knows that keys start at multiples of BLOCK_N.
+    begin = tl.load(record + 2) * run
     first_row, num_rows, num_keys = tl.load(record + 5), tl.load(record + 6), tl.load(record + 7)
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     alive, t, h = tile_rows(rows, first_row, num_rows, H)
     extent = tl.minimum(tl.load(row_extent_ptr + t, mask=alive, other=0), num_keys)
-    end = tl.minimum(stop, tl.max(extent, axis=0))
+    end = tl.minimum(begin + run, tl.max(extent, axis=0))
     # Blocks up to here are seen whole by every row of the tile.
     plain_end = tl.min(tl.where(alive, extent, num_keys), axis=0)
     prefix = num_keys - num_rows

@@ -26,8 +26,8 @@ from specmla.kernels.plan import (
 )
 
 FIELDS = tl.constexpr(PIECE_FIELDS)
-"""Ints of a record. Of a piece: request (-1: nothing to do), tile, first step, end, scratch slot
-(-1: write the result), first row, rows and keys of the request. Of a cut tile: first slot, slot
+"""Ints of a record. Of a piece: request (-1: nothing to do), tile, piece of the tile, steps of each
+of them, scratch slot (-1: write the result), first row, rows and keys of the request. Of a cut tile: first slot, slot
 step, pieces, first packed row, packed rows; before those, their number and the most pieces."""
 
 LARGEST = tl.constexpr(2147483647)
@@ -122,7 +122,7 @@ def write_records(
     WIDTH: tl.constexpr,
 ):
     """Write the records of all pieces and of all cut tiles; `run` is in steps."""
-    tiles, blocks, first_row, num_rows, num_keys = requests
+    tiles, first_row, num_rows, num_keys = requests
     request = tl.arange(0, start.shape[0])
     cut_tiles = tl.where(pieces > 1, tiles, 0)
     first_slot = tl.cumsum(cut_tiles * pieces, 0) - cut_tiles * pieces
@@ -134,12 +134,11 @@ def write_records(
         keep = i < count[:, None]
         tile, piece = i % wide[:, None], i // wide[:, None]
         is_cut = keep & (cut_tiles > 0)[:, None]
-        first_step = piece * run[:, None]
         to = piece_ptr + (start[:, None] + i) * FIELDS
         tl.store(to, request[:, None] + i * 0, mask=keep)
         tl.store(to + 1, tile, mask=keep)
-        tl.store(to + 2, first_step, mask=keep)
-        tl.store(to + 3, tl.minimum(first_step + run[:, None], blocks[:, None]), mask=keep)
+        tl.store(to + 2, piece, mask=keep)
+        tl.store(to + 3, run[:, None] + i * 0, mask=keep)
         tl.store(to + 4, tl.where(is_cut, first_slot[:, None] + i, -1), mask=keep)
         tl.store(to + 5, first_row[:, None] + i * 0, mask=keep)
         tl.store(to + 6, num_rows[:, None] + i * 0, mask=keep)
@@ -207,7 +206,7 @@ def pieces_kernel(
             )
         pieces, run = even_cut(blocks, limit)
     start = launch_order(pieces * tiles, tl.minimum(run, blocks), CLASSES)
-    requests = (tiles, blocks, first_row, rows, num_keys)
+    requests = (tiles, first_row, rows, num_keys)
     write_records(piece_ptr, merge_ptr, requests, start, pieces, run, H, BLOCK_M, WIDTH)
     for begin in range(tl.sum(pieces * tiles), num_programs, 1024):
         p = begin + tl.arange(0, 1024)

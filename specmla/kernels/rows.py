@@ -63,10 +63,11 @@ def rows_kernel(
     row = tl.load(record)
     if row < 0:
         return
-    # In steps, so that the compiler knows that keys start at multiples of BLOCK_N.
-    tile, begin = tl.load(record + 1), tl.load(record + 2) * BLOCK_N
+    tile, run = tl.load(record + 1), tl.load(record + 3) * BLOCK_N
+    # A product, so that the compiler knows that keys start at multiples of BLOCK_N.
+    begin = tl.load(record + 2) * run
     slot, num_keys = tl.load(record + 4), tl.load(record + 7)
-    end = tl.minimum(tl.load(record + 3) * BLOCK_N, num_keys)
+    end = tl.minimum(begin + run, num_keys)
     first_key = 0
     if row_start_ptr is not None:
         first_key = tl.load(row_start_ptr + row)

@@ -164,7 +164,7 @@ def plain_plan(step: Step, plan: PiecePlan, resident: int) -> tuple[list[list[in
         for i in range(counts[r]):
             part, tile = divmod(i, tiles[r])
             slot = first_slots[r] + i if parts > 1 else -1
-            pieces.append([r, tile, part * run, min((part + 1) * run, blocks[r]), slot, *rows])
+            pieces.append([r, tile, part, run, slot, *rows])
     for r, (parts, _) in enumerate(cuts):
         for tile in range(tiles[r] if parts > 1 else 0):
             packed = step.query_lens[r] * step.heads - tile * entry.block_m
@@ -177,9 +177,10 @@ def plain_plan(step: Step, plan: PiecePlan, resident: int) -> tuple[list[list[in
 def check_cover(plan: PiecePlan, step: Step) -> None:
     """Every step of every tile once, in order; slots once, within bounds, as the merges say."""
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for request, tile, begin, end, slot, *_ in live(plan):
-        found.setdefault((request, tile), []).append((begin, end, slot))
-    tiles, blocks = step.tiles(plan.entry), step.blocks(plan.entry)
+    tiles, blocks = step.tiles(plan.entry), [*step.blocks(plan.entry), 0]
+    for request, tile, piece, run, slot, *_ in live(plan):
+        span = (piece * run, min((piece + 1) * run, blocks[request]), slot)
+        found.setdefault((request, tile), []).append(span)
     wanted = {(r, t) for r, count in enumerate(tiles) for t in range(count)}
     assert {key for key in found if key[0] < len(tiles)} == wanted
     slots = [slot for pieces in found.values() for *_, slot in pieces if slot >= 0]
@@ -190,7 +191,7 @@ def check_cover(plan: PiecePlan, step: Step) -> None:
     assert sorted(listed) == sorted(cut), "a cut tile is not merged, or in another order"
     for (request, _), pieces in found.items():
         assert pieces[0][0] == 0
-        assert pieces[-1][1] == (blocks[request] if request < len(blocks) else 0)
+        assert pieces[-1][1] == blocks[request]
         assert all(before[1] == after[0] for before, after in pairwise(pieces))
         assert (len(pieces) == 1) == (pieces[0][2] == -1)
 
@@ -248,8 +249,9 @@ def test_counts_that_were_fastest_on_an_h200(
 def finish(plan: PiecePlan, resident: int) -> int:
     """Steps until the last program ends, started in order as others end."""
     running = [0] * resident
-    for _, _, begin, end, *_ in live(plan):
-        heapq.heapreplace(running, running[0] + end - begin + PIECE_STEPS)
+    for _, _, piece, run, _, _, _, keys in live(plan):
+        steps = min(run, -(-keys // plan.entry.block_n) - piece * run)
+        heapq.heapreplace(running, running[0] + steps + PIECE_STEPS)
     return max(running)
 
 
