@@ -49,10 +49,11 @@ def make_plan(query_lens: list[int], seq_lens: list[int], heads: int, programs: 
         PROGRAMS=programs,
         FIXED=FIXED,
         MIN_BLOCKS=2,
-        SPLIT_COST=5,
+        MERGE_COST=5,
+        RUN=0,
+        MAX_TILES=0,
         BLOCK_B=triton.next_power_of_2(len(query_lens)),
         BLOCK_P=triton.next_power_of_2(programs),
-        TRIES=1024,
     )
     program, entry, merge = (r.tolist() for r in records)
     return Plan(query_lens, seq_lens, heads, program, entry, merge[1 : 1 + merge[0][0]])

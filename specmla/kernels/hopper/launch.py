@@ -20,11 +20,12 @@ from specmla.metadata import VerifyPart
 TILE_ROWS = 64
 FIXED_COST = 3
 """Cost of a piece in blocks of 64 keys: its queries, its output, its start."""
-SPLIT_COST = 5
-"""Blocks by which whole jobs may exceed the ideal interval before cutting and merging pays."""
+MERGE_COST = 5
+"""Blocks by which whole jobs may exceed cut ones before cutting and merging pays."""
 MIN_BLOCKS = 2
-SEARCH_STEPS = 1024
 MERGE_PROGRAMS_PER_SM = 8
+EARLY = False
+TURN = False
 REGISTERS = 168
 """Registers a thread at launch; the partitions redistribute them."""
 
@@ -77,10 +78,11 @@ def make_plan(part: VerifyPart, num_heads: int) -> HopperPlan:
             PROGRAMS=programs,
             FIXED=FIXED_COST,
             MIN_BLOCKS=MIN_BLOCKS,
-            SPLIT_COST=SPLIT_COST,
+            MERGE_COST=MERGE_COST,
+            RUN=0,
+            MAX_TILES=0,
             BLOCK_B=triton.next_power_of_2(requests),
             BLOCK_P=triton.next_power_of_2(programs),
-            TRIES=SEARCH_STEPS,
             num_warps=4,
         )
     return plan
@@ -142,8 +144,11 @@ def hopper_attention(
         *q_rope.stride()[:2],
         H=num_heads,
         G=part.page_size,
+        RUN=0,
         WINDOW=part.row_start is not None,
         TREE=part.tree_bits is not None,
+        EARLY=EARLY,
+        TURN=TURN,
         num_warps=4,
         maxnreg=REGISTERS,
         enable_fp_fusion=FP_FUSION,
