@@ -17,9 +17,10 @@ from triton.language.extra import cuda
 FLOOR = gl.constexpr(-1.0e30)
 LN_2 = gl.constexpr(0.6931471805599453)
 FIELDS = gl.constexpr(8)
-FEW = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 2, 8, 2], [1, 4, 1, 1], [3, 2, 1, 0]))
+WARPS = 8
+FEW = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 2, 8, 2], [1, 8, 1, 1], [3, 2, 1, 0]))
 """Of values [pieces, groups, 8, 8]: each thread holds all pieces of 4 columns."""
-MANY = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [2, 1, 8, 2], [4, 1, 1, 1], [3, 2, 1, 0]))
+MANY = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [2, 1, 8, 2], [8, 1, 1, 1], [3, 2, 1, 0]))
 """The pieces are shared out over the warps."""
 
 
@@ -96,7 +97,7 @@ def read_record(merge_ptr, tile, count):
     return first, second, step, gl.load(record + 3), gl.load(record + 4), gl.load(record + 5)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["merge_ptr"])
 def merge_kernel(
     part_ptr,  # [slots, 2, 64, 256] float32, each half in groups of 8 x 8
     part_lse_ptr,  # [slots, 64] float32, base 2
@@ -121,11 +122,11 @@ def merge_kernel(
     for tile in range(begin, count, lanes):
         pieces = record[3]
         if pieces <= 4:
-            for item in range(member, 16, members):
-                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 32, 4, FEW)
+            for item in range(member, 32, members):
+                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 16, 4, FEW)
         elif pieces <= 16:
-            for item in range(member, 64, members):
-                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 8, 16, FEW)
+            for item in range(member, 32, members):
+                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 16, 8, FEW)
         else:
             for item in range(member, 512, members):
                 merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 1, 128, MANY)

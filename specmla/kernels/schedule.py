@@ -128,7 +128,10 @@ def schedule_width(
     return begin_program + gangs * width, begin_entry + count, merges
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_requests"],
+    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr"],
+)
 def schedule_kernel(
     query_start_ptr,  # [B + 1] int32
     seq_lens_ptr,  # [B] int32
@@ -142,7 +145,6 @@ def schedule_kernel(
     MIN_BLOCKS: tl.constexpr,
     MERGE_COST: tl.constexpr,
     RUN: tl.constexpr,
-    MAX_TILES: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -235,7 +237,7 @@ def schedule_kernel(
     tl.store(program_ptr + p * PROGRAM_FIELDS + 13, 0, mask=idle)
     if RUN > 0:
         first = tl.cumsum(tl.where(runs > 0, tiles, 0), 0) - tl.where(runs > 0, tiles, 0)
-        for tile in range(MAX_TILES):
+        for tile in range(0, tl.max(tiles)):
             live = (runs > 0) & (tile < tiles)
             to = merge_ptr + (1 + first + tile) * MERGE_FIELDS
             slot = slot_base + tile * runs

@@ -70,9 +70,18 @@ def even_length(tiles, blocks, PROGRAMS: tl.constexpr, MIN_BLOCKS: tl.constexpr)
 
 @triton.jit
 def find_job(
-    x, load, begin_entry, count, entry_ptr, mine, length, even, FIXED: tl.constexpr, RUN: tl.constexpr
+    x,
+    load,
+    begin_entry,
+    count,
+    entry_ptr,
+    mine,
+    length,
+    even,
+    FIXED: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    """Find (entry, job, block) at positions `x` of a line; past its end, the entry after the last."""
+    """Find (entry, job, block) at positions `x` of a line; past its end, the entry after it."""
     entry = tl.zeros_like(x) + begin_entry - 1
     lane = tl.arange(0, SEARCH)
     for start in range(0, count, SEARCH):
@@ -102,7 +111,7 @@ def find_job(
 def list_cut_jobs(
     merge_ptr, merges, entry_ptr, p, live, start, stop, pieces, width, lane, H: tl.constexpr
 ):
-    """Append the tiles whose job starts in these programs and is cut at their end; give the count."""
+    """Append the tiles whose job starts in these programs and is cut at their end."""
     start_e, start_k, start_b = start
     stop_e, stop_k, stop_b = stop
     first = (start_e == stop_e) & (start_k == stop_k)

@@ -15,8 +15,8 @@ from specmla.kernels.hopper.left import left_partition
 from specmla.kernels.hopper.loads import load_partition
 from specmla.kernels.hopper.right import right_partition
 
-WORKER_REGISTERS = gl.constexpr([224, 40])
-"""Of the second and third partition; the first gets the rest."""
+WORKER_REGISTERS = gl.constexpr([232, 40])
+"""Of a thread of the second and third partition; the first gets the rest, 232."""
 
 
 @gluon.jit
@@ -39,7 +39,19 @@ def stage_barriers():
     return bars
 
 
-@gluon.jit
+# Step tables are slices of one buffer: their alignment and width differ from step to step, and a
+# specialised kernel would be compiled anew for each.
+@gluon.jit(
+    do_not_specialize=["scale_log2", "stride_table"],
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "row_extent_ptr",
+        "row_start_ptr",
+        "tree_bits_ptr",
+        "program_ptr",
+        "entry_ptr",
+    ],
+)
 def hopper_kernel(
     out_ptr,
     lse_ptr,
@@ -65,8 +77,6 @@ def hopper_kernel(
     RUN: gl.constexpr,
     WINDOW: gl.constexpr,
     TREE: gl.constexpr,
-    EARLY: gl.constexpr,
-    TURN: gl.constexpr,
 ):
     """Attend the pieces of one program; see the module's text."""
     dtype: gl.constexpr = q_latent_ptr.dtype.element_ty
@@ -84,7 +94,7 @@ def hopper_kernel(
     weights_ready = (one_barrier(), one_barrier())
     queries_ready = (one_barrier(), one_barrier())
     sums_ready = (one_barrier(), one_barrier())
-    signal = (weights_ready, queries_ready, sums_ready, one_barrier())
+    signal = (weights_ready, queries_ready, sums_ready)
     queries = (q_left, q_right, q_rope)
     keys = (k_left, k_right, k_rope)
     exchange = (weights, maxima, sums)
@@ -105,8 +115,8 @@ def hopper_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (left_partition, (attend, shared, H, RUN, WINDOW, TREE, EARLY, TURN)),
-            (right_partition, (attend, shared, H, RUN, WINDOW, TREE, TURN)),
+            (left_partition, (attend, shared, H, RUN, WINDOW, TREE)),
+            (right_partition, (attend, shared, H, RUN, WINDOW, TREE)),
             (load_partition, (cache, walk, keys, full, free, H, G, RUN)),
         ],
         [4, 1],

@@ -39,23 +39,21 @@ def left_partition(
     RUN: gl.constexpr,
     WINDOW: gl.constexpr,
     TREE: gl.constexpr,
-    EARLY: gl.constexpr,
-    TURN: gl.constexpr,
 ):
     """Scores and softmax of the first block of each pair, and the left half of the output."""
     target, query, tables, walk, scale_log2 = attend
     queries, keys_shared, exchange, full, free, signal = shared
-    weights_ready, queries_ready, sums_ready, turn_ready = signal
+    weights_ready, queries_ready, sums_ready = signal
     out_ptr, lse_ptr, part_ptr, part_lse_ptr = target
     latent_ptr, rope_ptr, stride_latent_t, stride_latent_h, stride_rope_t, stride_rope_h = query
-    q_left, q_right, q_rope = queries
-    k_left, k_right, k_rope = keys_shared
+    q_left, _q_right, q_rope = queries
+    k_left, _k_right, _k_rope = keys_shared
     weights, maxima, sums = exchange
     at, more = first_piece(walk)
     it = 0
     seconds = 0
     while more:
-        first_row, rows, keys, request, tile, end, slot = read_piece(walk, at, H, RUN)
+        first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, RUN)
         limits = read_limits(tables, (first_row, rows, keys, tile), H, WINDOW, TREE)
         to = q_left.index(0)
         read_half(latent_ptr, stride_latent_t, stride_latent_h, first_row, rows, tile, 0, to, H)
@@ -73,8 +71,6 @@ def left_partition(
             s = score(queries, keys_shared, full, stage, it // 2 & 1, it >> 24)
             it += 1
             arrive(free[0].index(stage))
-            if TURN:
-                arrive(turn_ready)
             s = hide_keys(s, b, prefix, limits, WINDOW, TREE)
             new_max = gl.maximum(row_max, gl.max(s, axis=1) * scale_log2)
             p = weigh(s, new_max, scale_log2)
@@ -110,8 +106,8 @@ def left_partition(
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 arrive(free[1].index(stage))
 
-        if EARLY:
-            cuda.gdc_launch_dependents()
+        # The merge may be launched as soon as programs end; it waits for all of them itself.
+        cuda.gdc_launch_dependents()
         total = gl.convert_layout(gl.sum(row_sum, axis=1), S_ROWS)
         sums.index(0).store(total)
         arrive(sums_ready[0])
@@ -120,7 +116,7 @@ def left_partition(
         empty = total == 0.0
         safe = gl.where(empty, 1.0, total)
         lse = gl.where(empty, float("-inf"), row_max + gl.log2(safe))
-        first_row, rows, keys, request, tile, end, slot = read_piece(walk, at, H, RUN)
+        first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, RUN)
         row = gl.arange(0, BLOCK, S_ROWS)
         if slot < 0:
             at_row = first_row * H + tile * BLOCK + row

@@ -42,7 +42,7 @@ def load_partition(
     at, more = first_piece(walk)
     it = 0
     while more:
-        first_row, rows, keys, request, tile, end, slot = read_piece(walk, at, H, RUN)
+        _first_row, _rows, keys, request, _tile, end, _slot = read_piece(walk, at, H, RUN)
         table = block_table_ptr + request.to(gl.int64) * stride_table
         ahead = page_at(table, at[2] * BLOCK, keys, G)
         for b in range(at[2], end):

@@ -39,7 +39,7 @@ def read_rows(
 @gluon.jit
 def read_limits(tables, piece, H: gl.constexpr, WINDOW: gl.constexpr, TREE: gl.constexpr):
     """Read the rows' limits, and the range of keys that all rows see whatever their bits are."""
-    first_row, rows, keys, tile = piece
+    _first_row, rows, keys, _tile = piece
     extent, first_key, word = read_rows(tables, piece, S_ROWS, H, WINDOW, TREE)
     # Reduced in a layout that every warp holds whole: over several warps it costs registers.
     all_extents, all_starts, _ = read_rows(tables, piece, ALL_ROWS, H, WINDOW, False)

@@ -52,7 +52,7 @@ def read_piece(walk, at, H: gl.constexpr, RUN: gl.constexpr):
 def next_piece(walk, at, H: gl.constexpr, RUN: gl.constexpr):
     """Step past a piece; gives the next position and whether there is one."""
     entry, job, block, count = at
-    first_row, rows, keys, request, tile, end, slot = read_piece(walk, at, H, RUN)
+    _first_row, rows, keys, _request, _tile, end, _slot = read_piece(walk, at, H, RUN)
     record = walk[0] + gl.program_id(0) * 16
     stop_entry, stop_job, stop_block = gl.load(record + 3), gl.load(record + 4), gl.load(record + 5)
     width = gl.load(record + 7)

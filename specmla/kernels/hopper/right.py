@@ -29,23 +29,21 @@ def right_partition(
     RUN: gl.constexpr,
     WINDOW: gl.constexpr,
     TREE: gl.constexpr,
-    TURN: gl.constexpr,
 ):
     """Scores and softmax of the second block of each pair, and the right half of the output."""
     target, query, tables, walk, scale_log2 = attend
     queries, keys_shared, exchange, full, free, signal = shared
-    weights_ready, queries_ready, sums_ready, turn_ready = signal
-    out_ptr, lse_ptr, part_ptr, part_lse_ptr = target
-    latent_ptr, rope_ptr, stride_latent_t, stride_latent_h, stride_rope_t, stride_rope_h = query
-    q_left, q_right, q_rope = queries
-    k_left, k_right, k_rope = keys_shared
+    weights_ready, queries_ready, sums_ready = signal
+    out_ptr, _lse_ptr, part_ptr, _part_lse_ptr = target
+    latent_ptr, _rope_ptr, stride_latent_t, stride_latent_h, _stride_rope_t, _stride_rope_h = query
+    _q_left, q_right, _q_rope = queries
+    k_left, k_right, _k_rope = keys_shared
     weights, maxima, sums = exchange
     at, more = first_piece(walk)
     it = 0
     firsts = 0
-    turn = 0
     while more:
-        first_row, rows, keys, request, tile, end, slot = read_piece(walk, at, H, RUN)
+        first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, RUN)
         limits = read_limits(tables, (first_row, rows, keys, tile), H, WINDOW, TREE)
         to = q_right.index(0)
         read_half(latent_ptr, stride_latent_t, stride_latent_h, first_row, rows, tile, 1, to, H)
@@ -58,9 +56,6 @@ def right_partition(
         row_sum = fold(gl.zeros([BLOCK, BLOCK], gl.float32, S_LAYOUT))
         acc = gl.zeros([BLOCK, HALF], gl.float32, O_LAYOUT)
         for b in range(at[2], end - 1, 2):
-            if TURN:
-                wait(turn_ready, turn & 1)
-                turn += 1
             stage = it % 2
             other = (it + 1) % 2
             s = score(queries, keys_shared, full, other, (it + 1) // 2 & 1, it >> 24)
@@ -97,9 +92,6 @@ def right_partition(
             # A last block without a partner.
             stage = it % 2
             it += 1
-            if TURN:
-                wait(turn_ready, turn & 1)
-                turn += 1
             wait(weights_ready[0], firsts & 1)
             firsts += 1
             new_max = maxima.index(0).load(S_ROWS)
@@ -120,7 +112,7 @@ def right_partition(
         empty = total == 0.0
         inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
         acc = scale_rows(acc, inverse)
-        first_row, rows, keys, request, tile, end, slot = read_piece(walk, at, H, RUN)
+        first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, RUN)
         if slot < 0:
             write_out(acc, out_ptr, q_right.index(0), first_row, rows, tile, 1, H)
         else:
