@@ -25,8 +25,22 @@ MIN_SMS = 16
 SMALL_PAGES = (16, 32)
 
 
+PIECE_KEYS = 2048
+"""Keys of a piece of batch-invariant results."""
+
+
 class HopperBackend(AttentionBackend):
-    """Attends by the Hopper kernel; ask for it by name, `select_backend` prefers others so far."""
+    """Attends by the Hopper kernel.
+
+    Args:
+        batch_invariant: cut at multiples of `piece_keys`: the bits of a row depend on its own query
+            and keys alone, not on other requests nor on how many rows its request brings. Scratch
+            then grows with the width of the block table.
+        piece_keys: keys of such a piece.
+
+    Raises:
+        ArgumentError: `piece_keys` is no positive multiple of 64.
+    """
 
     capabilities = Capabilities(
         name="hopper",
@@ -38,9 +52,19 @@ class HopperBackend(AttentionBackend):
         ranks=(512,),
         rope_dims=(64,),
         min_capability=CAPABILITY,
-        priority=1,
+        priority=30,
+        batch_invariant=True,
         summary="warp-specialised, planned on the device; sm_90 only, pages of 16, 32 or n * 64",
     )
+
+    def __init__(self, *, batch_invariant: bool = False, piece_keys: int = PIECE_KEYS) -> None:
+        wrong = piece_keys < 1 or piece_keys % 64
+        require(
+            [f"piece_keys is {piece_keys}, accepted are positive multiples of 64"] if wrong else [],
+            "HopperBackend",
+        )
+        self.batch_invariant = batch_invariant
+        self._run = piece_keys // 64 if batch_invariant else 0
 
     def unavailable(self) -> list[str]:
         """Report a missing triton package or a ROCm build of torch."""
@@ -78,12 +102,17 @@ class HopperBackend(AttentionBackend):
         kv_lora_rank: int,
         dtype: torch.dtype = torch.bfloat16,
     ) -> VerifyPart:
-        """Lay the step's pieces out on the device, from its live lengths; capture-safe."""
-        from specmla.kernels.hopper.launch import make_plan
+        """Lay the step's pieces out on the device, from its live lengths; shared by all layers.
+
+        Nothing is read back and no size depends on a length, so a captured plan follows the rows,
+        requests and lengths of its replay, within T, B and the width of the table. A part that
+        has a plan of the same shape gets it again, written anew.
+        """
+        from specmla.kernels.hopper.plan import make_plan
 
         if not part.num_requests:
             return part
-        return dataclasses.replace(part, plan=make_plan(part, num_heads))
+        return dataclasses.replace(part, plan=make_plan(part, num_heads, self._run))
 
     def forward_mqa(
         self,
@@ -168,9 +197,12 @@ def _problems(
         )
     if not scale > 0:
         found.append(f"softmax_scale is {scale}, accepted are positive values")
-    if getattr(part.plan, "program", None) is None or part.plan.num_heads != q_latent.shape[1]:
+    shape = getattr(part.plan, "shape", None)
+    wanted = (part.num_rows, part.num_requests, q_latent.shape[1])
+    has = shape and (shape.num_rows, shape.num_requests, shape.num_heads)
+    if getattr(part.plan, "program", None) is None or has != wanted:
         found.append(
-            f"part.plan is {type(part.plan).__name__}, accepted is what this backend's plan() "
-            f"gives for {q_latent.shape[1]} heads"
+            f"part.plan is {type(part.plan).__name__} for (T, B, H) = {has}, accepted is what this "
+            f"backend's plan() gives for {wanted}"
         )
     return found

@@ -1,7 +1,8 @@
 """Merge of the pieces of cut tiles: partial outputs and base-2 LSE from scratch slots, in float32.
 
-Runs after the kernel of `hopper/` on the tiles that `schedule.py` listed; programs share items of
-8 rows and some columns, so that one tile in 100 pieces and 100 in 2 pieces both fill the device.
+Runs after the kernel of `hopper/` on the tiles that `schedule.py` listed. All programs share each
+tile's work evenly: the item of a program is 8 rows and so many columns that the pieces of a tile,
+usually all of them, are loaded at once. What it would otherwise wait for is load after load.
 """
 
 # Kernel bodies are typed by Triton, not by Python.
@@ -9,94 +10,124 @@ Runs after the kernel of `hopper/` on the tiles that `schedule.py` listed; progr
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra import cuda
 
-from specmla.kernels.prims import LN_2, MAX_FLOOR
-from specmla.kernels.schedule_line import MERGE_FIELDS
+FLOOR = gl.constexpr(-1.0e30)
+LN_2 = gl.constexpr(0.6931471805599453)
+FIELDS = gl.constexpr(8)
+WARPS = 8
+FEW = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 2, 8, 2], [1, 8, 1, 1], [3, 2, 1, 0]))
+"""Of values [pieces, groups, 8, 8]: each thread holds all pieces of 4 columns."""
+MANY = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [2, 1, 8, 2], [8, 1, 1, 1], [3, 2, 1, 0]))
+"""The pieces are shared out over the warps."""
 
 
-@triton.jit
+@gluon.jit
 def merge_item(
     part_ptr,
     part_lse_ptr,
     record,
     out_ptr,
     lse_ptr,
-    group,
-    column,
-    COLS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    item,
+    BLOCKS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
-    """Merge 8 rows x COLS columns of one tile."""
-    first, second, step = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-    pieces = tl.load(record + 3)
-    base, live = tl.load(record + 4), tl.load(record + 5)
-    i = tl.arange(0, CHUNK)
-    r = tl.arange(0, 8)
-    top = tl.full([8], MAX_FLOOR, tl.float32)
-    total = tl.zeros([8], tl.float32)
-    for start in range(0, pieces, CHUNK):
-        n = start + i
-        slot = tl.where(n == 0, first, second + (n - 1) * step)
-        at = part_lse_ptr + slot[:, None] * 64 + group * 8 + r[None, :]
-        lse = tl.load(at, mask=(n < pieces)[:, None], other=float("-inf"))
-        new_top = tl.maximum(top, tl.max(lse, axis=0))
-        total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(lse - new_top[None, :]), axis=0)
-        top = new_top
-    empty = total == 0.0
-    safe = tl.where(empty, 1.0, total)
+    """Merge 8 rows x (8 * BLOCKS) columns of one tile, CHUNK pieces at a time.
 
-    block = tl.arange(0, COLS // 8)
-    k = tl.arange(0, 8)
-    inner = column * COLS // 256 * 16384 + group * 2048 + column * COLS % 256 * 8
+    Values are [CHUNK, BLOCKS, 8 rows, 8 columns], as a slot stores them: each of its two halves of
+    256 columns in groups of 8 x 8.
+    """
+    N_ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
+    OUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, OUT))
+    first, second, step, pieces, base, live = record
+    group, column = item % 8, item // 8 * BLOCKS * 8
+    i = gl.arange(0, CHUNK, gl.SliceLayout(1, N_ROWS))
+    r_lse = gl.arange(0, 8, gl.SliceLayout(0, N_ROWS))
+    r = gl.arange(0, 8, ROWS)
+    block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, OUT)))
+    k = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))
+    inner = column // 256 * 16384 + group * 2048 + column % 256 * 8
     run = block[:, None, None] * 64 + r[None, :, None] * 8 + k[None, None, :]
-    acc = tl.zeros([COLS // 8, 8, 8], tl.float32)
+
+    top = gl.full([8], FLOOR, gl.float32, gl.SliceLayout(0, N_ROWS))
+    total = gl.full([8], 0.0, gl.float32, gl.SliceLayout(0, N_ROWS))
+    acc = gl.full([BLOCKS, 8, 8], 0.0, gl.float32, OUT)
     for start in range(0, pieces, CHUNK):
         n = start + i
-        slot = tl.where(n == 0, first, second + (n - 1) * step)
-        at = part_lse_ptr + slot[:, None] * 64 + group * 8 + r[None, :]
-        lse = tl.load(at, mask=(n < pieces)[:, None], other=float("-inf"))
-        weight = tl.exp2(lse - top[None, :]) / safe[None, :]
-        source = part_ptr + (slot.to(tl.int64) * 32768 + inner)[:, None, None, None] + run[None]
-        value = tl.load(source, mask=(n < pieces)[:, None, None, None], other=0.0)
-        acc += tl.sum(value * weight[:, None, :, None], axis=0)
+        slot = gl.where(n == 0, first, second + (n - 1) * step)
+        at = part_lse_ptr + slot[:, None] * 64 + group * 8 + r_lse[None, :]
+        lse = gl.load(at, mask=(n < pieces)[:, None], other=float("-inf"))
+        n_wide = start + gl.arange(
+            0, CHUNK, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+        )
+        slot_wide = gl.where(n_wide == 0, first, second + (n_wide - 1) * step).to(gl.int64)
+        offset = (slot_wide * 32768 + inner)[:, None, None, None] + run[None, :, :, :]
+        held = (n_wide < pieces)[:, None, None, None]
+        value = gl.load(part_ptr + offset, mask=held, other=0.0)
+        new_top = gl.maximum(top, gl.max(lse, axis=0))
+        shrink = gl.exp2(top - new_top)
+        weight = gl.exp2(lse - new_top[None, :])
+        total = total * shrink + gl.sum(weight, axis=0)
+        value = gl.sum(value * weight[:, None, :, None], axis=0)
+        acc = acc * gl.convert_layout(shrink, ROWS)[None, :, None] + value
+        top = new_top
 
+    empty = total == 0.0
+    safe = gl.where(empty, 1.0, total)
     row = group * 8 + r
-    to = (base + row).to(tl.int64)[None, :, None] * 512 + column * COLS
-    cols = block[:, None, None] * 8 + k[None, None, :]
-    keep = (row < live)[None, :, None]
-    tl.store(out_ptr + to + cols, acc.to(out_ptr.dtype.element_ty), mask=keep)
-    if column == 0:
-        lse = tl.where(empty, float("-inf"), (top + tl.log2(safe)) * LN_2)
-        tl.store(lse_ptr + base + row, lse, mask=row < live)
+    to = (base + row).to(gl.int64)[None, :, None] * 512 + column
+    to = out_ptr + (to + block[:, None, None] * 8 + k[None, None, :])
+    out = acc * gl.convert_layout(1.0 / safe, ROWS)[None, :, None]
+    gl.store(to, out.to(out_ptr.dtype.element_ty), mask=(row < live)[None, :, None])
+    value_lse = gl.where(empty, float("-inf"), (top + gl.log2(safe)) * LN_2)
+    at_row = group * 8 + r_lse
+    gl.store(lse_ptr + base + at_row, value_lse, mask=(at_row < live) & (column == 0))
 
 
-@triton.jit
+@gluon.jit
+def read_record(merge_ptr, tile, count):
+    """Read the record of a tile, if there is one."""
+    record = merge_ptr + (1 + gl.minimum(tile, gl.maximum(count - 1, 0))) * FIELDS
+    first, second, step = gl.load(record), gl.load(record + 1), gl.load(record + 2)
+    return first, second, step, gl.load(record + 3), gl.load(record + 4), gl.load(record + 5)
+
+
+@gluon.jit(do_not_specialize_on_alignment=["merge_ptr"])
 def merge_kernel(
     part_ptr,  # [slots, 2, 64, 256] float32, each half in groups of 8 x 8
     part_lse_ptr,  # [slots, 64] float32, base 2
     merge_ptr,  # [1 + tiles, MERGE_FIELDS] int32
     out_ptr,  # [T, H, 512]
     lse_ptr,  # [T, H] float32
-    PDL: tl.constexpr,
+    PDL: gl.constexpr,
 ):
     """Merge every listed tile."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    # The table is older than the kernel before this one: it may be read before that one ends.
+    count = gl.load(merge_ptr)
+    members = gl.maximum(programs // gl.maximum(count, 1), 1)
+    lanes = programs // members
+    begin = gl.where(program < lanes * members, program // members, count)
+    member = program % members
+    record = read_record(merge_ptr, begin, count)
     if PDL:
-        tl.extra.cuda.gdc_wait()
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    count = tl.load(merge_ptr)
-    if count * 32 < programs:
-        for item in range(program, count * 128, programs):
-            record = merge_ptr + (1 + item // 128) * MERGE_FIELDS
-            group, column = item % 8, item // 8 % 16
-            merge_item(
-                part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, group, column, COLS=32, CHUNK=16
-            )
-    else:
-        for item in range(program, count * 32, programs):
-            record = merge_ptr + (1 + item // 32) * MERGE_FIELDS
-            group, column = item % 8, item // 8 % 4
-            merge_item(
-                part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, group, column, COLS=128, CHUNK=4
-            )
+        # Every program waits, idle ones too: whoever follows takes the end of this kernel for the
+        # end of that one.
+        cuda.gdc_wait()
+    for tile in range(begin, count, lanes):
+        pieces = record[3]
+        if pieces <= 4:
+            for item in range(member, 32, members):
+                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 16, 4, FEW)
+        elif pieces <= 16:
+            for item in range(member, 32, members):
+                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 16, 8, FEW)
+        else:
+            for item in range(member, 512, members):
+                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 1, 128, MANY)
+        record = read_record(merge_ptr, tile + lanes, count)

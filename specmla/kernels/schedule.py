@@ -7,6 +7,9 @@ a run of gangs; its jobs lie end to end on a line of `blocks + FIXED` per job, w
 equal intervals, one a gang. All of it is computed from device tensors, so that a captured plan
 follows the lengths of its replay. A program then has at most two pieces of jobs that are cut, its
 first and its last: two scratch slots a program hold all partial results.
+
+With RUN > 0 pieces are runs of RUN blocks at absolute multiples instead (batch invariance), and
+every piece of a request with several runs has a slot of its own.
 """
 
 # Kernel bodies are typed by Triton, not by Python.
@@ -20,9 +23,12 @@ import triton.language as tl
 from specmla.kernels.schedule_line import (
     BLOCK_KEYS,
     ENTRY_FIELDS,
+    MERGE_FIELDS,
     PROGRAM_FIELDS,
     TILE_ROWS,
+    even_length,
     find_job,
+    line_length,
     list_cut_jobs,
 )
 
@@ -35,11 +41,14 @@ def schedule_width(
     requests,
     jobs,
     cost,
+    slot_base,
     length,
+    even,
     state,
     width: tl.constexpr,
     H: tl.constexpr,
     FIXED: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """Write the records of the jobs of one width; gives the state for the next one."""
@@ -47,7 +56,6 @@ def schedule_width(
     begin_program, begin_entry, merges = state
     r = tl.arange(0, jobs.shape[0])
     p = tl.arange(0, BLOCK_P)
-    snap = tl.minimum(length // 16, 2)
     span = jobs * cost
     end_at = tl.cumsum(span, 0)
     at = end_at - span
@@ -60,6 +68,7 @@ def schedule_width(
     tl.store(to + 1, num_rows, mask=keep)
     tl.store(to + 2, num_keys, mask=keep)
     tl.store(to + 3, r, mask=keep)
+    tl.store(to + 4, slot_base, mask=keep)
     tl.store(to + 5, at, mask=keep)
     tl.store(to + 6, jobs, mask=keep)
     tl.store(to + 7, cost, mask=keep)
@@ -70,10 +79,10 @@ def schedule_width(
     gang = (p - begin_program) // width
     mine = (p >= begin_program) & (gang < gangs)
     start_e, start_k, start_b = find_job(
-        gang * length, load, begin_entry, count, entry_ptr, mine, snap, FIXED
+        gang * length, load, begin_entry, count, entry_ptr, mine, length, even, FIXED, RUN
     )
     stop_e, stop_k, stop_b = find_job(
-        (gang + 1) * length, load, begin_entry, count, entry_ptr, mine, snap, FIXED
+        (gang + 1) * length, load, begin_entry, count, entry_ptr, mine, length, even, FIXED, RUN
     )
     record = program_ptr + p * PROGRAM_FIELDS
     tl.store(record + 0, start_e, mask=mine)
@@ -91,33 +100,38 @@ def schedule_width(
     )
     tl.store(record + 13, live.to(tl.int32), mask=mine)
     source = entry_ptr + start_e * ENTRY_FIELDS
-    for field in tl.static_range(4):
+    for field in tl.static_range(5):
         value = tl.load(source + field, mask=mine & live, other=0)
         tl.store(record + 8 + field, value, mask=mine)
 
-    source = entry_ptr + stop_e * ENTRY_FIELDS
-    stop_cost = tl.load(source + 7, mask=mine & (stop_b > 0), other=0)
-    stop_at = tl.load(source + 5, mask=mine & (stop_b > 0), other=0)
-    stop_at += (stop_k + 1) * stop_cost
-    # The last gang that starts inside the job cut at a program's end.
-    last = (stop_at - snap - 1) // length
-    merges = list_cut_jobs(
-        merge_ptr,
-        merges,
-        entry_ptr,
-        p,
-        mine & live,
-        (start_e, start_k, start_b),
-        (stop_e, stop_k, stop_b),
-        1 + last - gang,
-        width,
-        (p - begin_program) % width,
-        H,
-    )
+    if RUN == 0:
+        source = entry_ptr + stop_e * ENTRY_FIELDS
+        stop_cost = tl.load(source + 7, mask=mine & (stop_b > 0), other=0)
+        stop_at = tl.load(source + 5, mask=mine & (stop_b > 0), other=0)
+        stop_at += (stop_k + 1) * stop_cost
+        # The last gang that starts inside the job cut at a program's end.
+        snap = tl.where(even, 0, tl.minimum(length // 16, 2))
+        last = (stop_at - snap - 1) // length
+        merges = list_cut_jobs(
+            merge_ptr,
+            merges,
+            entry_ptr,
+            p,
+            mine & live,
+            (start_e, start_k, start_b),
+            (stop_e, stop_k, stop_b),
+            1 + last - gang,
+            width,
+            (p - begin_program) % width,
+            H,
+        )
     return begin_program + gangs * width, begin_entry + count, merges
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_requests"],
+    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr"],
+)
 def schedule_kernel(
     query_start_ptr,  # [B + 1] int32
     seq_lens_ptr,  # [B] int32
@@ -129,10 +143,10 @@ def schedule_kernel(
     PROGRAMS: tl.constexpr,
     FIXED: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
-    SPLIT_COST: tl.constexpr,
+    MERGE_COST: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    TRIES: tl.constexpr,
 ):
     """Write the program, entry and merge records of a step; one program runs it."""
     r = tl.arange(0, BLOCK_B)
@@ -145,21 +159,25 @@ def schedule_kernel(
     tiles = (num_rows * H + TILE_ROWS - 1) // TILE_ROWS
     blocks = (num_keys + BLOCK_KEYS - 1) // BLOCK_KEYS
     cost = blocks + FIXED
+    runs = tl.zeros_like(blocks)
+    if RUN > 0:
+        runs = tl.where(blocks > RUN, (blocks + RUN - 1) // RUN, 0)
+    slot_base = tl.cumsum(runs * tiles, 0) - runs * tiles
 
-    # The shortest interval whose gangs fit the programs, over all widths.
     num4, num2, num1 = tiles // 4, tiles // 2 % 2, tiles % 2
-    load4, load2, load1 = tl.sum(num4 * cost), tl.sum(num2 * cost), tl.sum(num1 * cost)
-    total = 4 * load4 + 2 * load2 + load1
-    least = tl.maximum(tl.cdiv(total, PROGRAMS), MIN_BLOCKS)
-    tries = least + tl.arange(0, TRIES) * tl.maximum(least // 64, 1)
-    need = 4 * tl.cdiv(load4, tries) + 2 * tl.cdiv(load2, tries) + tl.cdiv(load1, tries)
-    length = tl.min(tl.where(need <= PROGRAMS, tries, 2147483647))
-    # Whole jobs, one a gang, if that costs less than cutting and merging.
-    jobs4, jobs2, jobs1 = tl.sum(num4), tl.sum(num2), tl.sum(num1)
-    longest = tl.max(tl.where(tiles > 0, cost, 0))
-    whole = (4 * jobs4 + 2 * jobs2 + jobs1 <= PROGRAMS) & (longest <= length + SPLIT_COST)
-    length = tl.where(whole, tl.maximum(longest, 1), length)
-    cost = tl.where(whole, length, cost)
+    length = line_length(
+        tl.sum(num4 * cost), tl.sum(num2 * cost), tl.sum(num1 * cost), PROGRAMS, MIN_BLOCKS
+    )
+    piece = even_length(tiles, blocks, PROGRAMS, MIN_BLOCKS)
+    longest = tl.max(tl.where(tiles > 0, blocks, 0))
+    # Whole jobs need no merge; equal pieces need fewer of them than cuts of the line.
+    roomy = tl.sum(tiles) <= PROGRAMS
+    whole = roomy & (longest <= tl.minimum(piece, length) + MERGE_COST)
+    piece = tl.where(whole, longest, piece)
+    even = roomy & (whole | (piece <= length))
+    pieces = tl.maximum(tl.cdiv(blocks, tl.maximum(piece, 1)), 1)
+    length = tl.where(even, 1, length)
+    cost = tl.where(even, pieces, cost)
 
     state = (0, 0, 0)
     requests = (first_row, num_rows, num_keys)
@@ -170,11 +188,14 @@ def schedule_kernel(
         requests,
         num4,
         cost,
+        slot_base,
         length,
+        even,
         state,
         4,
         H,
         FIXED,
+        RUN,
         BLOCK_P,
     )
     state = schedule_width(
@@ -184,11 +205,14 @@ def schedule_kernel(
         requests,
         num2,
         cost,
+        slot_base,
         length,
+        even,
         state,
         2,
         H,
         FIXED,
+        RUN,
         BLOCK_P,
     )
     state = schedule_width(
@@ -198,14 +222,31 @@ def schedule_kernel(
         requests,
         num1,
         cost,
+        slot_base,
         length,
+        even,
         state,
         1,
         H,
         FIXED,
+        RUN,
         BLOCK_P,
     )
     begin_program, _, merges = state
     idle = (p >= begin_program) & (p < PROGRAMS)
     tl.store(program_ptr + p * PROGRAM_FIELDS + 13, 0, mask=idle)
+    if RUN > 0:
+        first = tl.cumsum(tl.where(runs > 0, tiles, 0), 0) - tl.where(runs > 0, tiles, 0)
+        for tile in range(0, tl.max(tiles)):
+            live = (runs > 0) & (tile < tiles)
+            to = merge_ptr + (1 + first + tile) * MERGE_FIELDS
+            slot = slot_base + tile * runs
+            tl.store(to + 0, slot, mask=live)
+            tl.store(to + 1, slot + 1, mask=live)
+            tl.store(to + 2, 1, mask=live)
+            tl.store(to + 3, runs, mask=live)
+            tl.store(to + 4, first_row * H + tile * TILE_ROWS, mask=live)
+            rows = tl.minimum(num_rows * H - tile * TILE_ROWS, TILE_ROWS)
+            tl.store(to + 5, rows, mask=live)
+        merges = tl.sum(tl.where(runs > 0, tiles, 0))
     tl.store(merge_ptr, merges)

@@ -16,27 +16,71 @@ SEARCH = tl.constexpr(32)
 
 PROGRAM_FIELDS = tl.constexpr(16)
 """Ints of a program's record: entry, job, block of its start; the same of its end; lane, width;
-first row, rows, keys and request of the first entry; unused; live."""
+first row, rows, keys, request and slot base of the first entry; live."""
 
 ENTRY_FIELDS = tl.constexpr(8)
-"""Ints of an entry: first row, rows, keys, request, unused, position, jobs, cost."""
+"""Ints of an entry: first row, rows, keys, request, slot base, position, jobs, cost."""
 
 MERGE_FIELDS = tl.constexpr(8)
 """Ints of a split tile: first slot, second slot, slot step, pieces, first packed row, live rows."""
 
 
 @triton.jit
-def split_position(at, cost, blocks, FIXED: tl.constexpr, SNAP):
-    """Turn a position on the line inside an entry into (job, block), snapped to a job's start."""
+def split_position(at, cost, blocks, length, even, FIXED: tl.constexpr, RUN: tl.constexpr):
+    """Turn a position on the line inside an entry into (job, block)."""
     job = at // cost
-    block = tl.maximum(at - job * cost - FIXED, 0)
-    block = tl.where(block <= SNAP, 0, block)
-    to_next = (block > 0) & (blocks - block <= SNAP)
+    rest = at - job * cost
+    block = tl.where(even, (rest * blocks + cost - 1) // cost, tl.maximum(rest - FIXED, 0))
+    if RUN > 0:
+        block = block // RUN * RUN
+    # Pieces of a block or two are not worth a program's fixed cost.
+    snap = tl.where(even, 0, tl.minimum(length // 16, 2))
+    block = tl.where(block <= snap, 0, block)
+    to_next = (block > 0) & (blocks - block <= snap)
     return tl.where(to_next, job + 1, job), tl.where(to_next, 0, block)
 
 
 @triton.jit
-def find_job(x, load, begin_entry, count, entry_ptr, mine, snap, FIXED: tl.constexpr):
+def line_length(load4, load2, load1, PROGRAMS: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """Shortest interval that needs at most PROGRAMS programs for the lines of all widths."""
+    total = 4 * load4 + 2 * load2 + load1
+    low = tl.maximum(tl.cdiv(total, PROGRAMS), MIN_BLOCKS)
+    high = tl.maximum(total, low)
+    while low < high:
+        mid = (low + high) // 2
+        need = 4 * tl.cdiv(load4, mid) + 2 * tl.cdiv(load2, mid) + tl.cdiv(load1, mid)
+        fits = need <= PROGRAMS
+        low = tl.where(fits, low, mid + 1)
+        high = tl.where(fits, mid, high)
+    return low
+
+
+@triton.jit
+def even_length(tiles, blocks, PROGRAMS: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """Shortest piece such that all jobs in equal pieces need at most PROGRAMS programs."""
+    low = tl.maximum(tl.cdiv(tl.sum(tiles * blocks), PROGRAMS), MIN_BLOCKS)
+    high = tl.maximum(tl.max(tl.where(tiles > 0, blocks, 0)), low)
+    while low < high:
+        mid = (low + high) // 2
+        fits = tl.sum(tiles * tl.maximum(tl.cdiv(blocks, mid), 1)) <= PROGRAMS
+        low = tl.where(fits, low, mid + 1)
+        high = tl.where(fits, mid, high)
+    return low
+
+
+@triton.jit
+def find_job(
+    x,
+    load,
+    begin_entry,
+    count,
+    entry_ptr,
+    mine,
+    length,
+    even,
+    FIXED: tl.constexpr,
+    RUN: tl.constexpr,
+):
     """Find (entry, job, block) at positions `x` of a line; past its end, the entry after it."""
     entry = tl.zeros_like(x) + begin_entry - 1
     lane = tl.arange(0, SEARCH)
@@ -52,7 +96,7 @@ def find_job(x, load, begin_entry, count, entry_ptr, mine, snap, FIXED: tl.const
     num_jobs = tl.load(source + 6, mask=inside, other=1)
     cost = tl.load(source + 7, mask=inside, other=1)
     blocks = (keys + BLOCK_KEYS - 1) // BLOCK_KEYS
-    job, block = split_position(x - at, cost, blocks, FIXED, snap)
+    job, block = split_position(x - at, cost, blocks, length, even, FIXED, RUN)
     onward = job >= num_jobs
     entry = tl.where(onward, entry + 1, entry)
     job = tl.where(onward, 0, job)

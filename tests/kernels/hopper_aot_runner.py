@@ -1,10 +1,10 @@
-"""Compile the Hopper kernel ahead of time, without a device, and report what it needs.
+"""Compile the Hopper kernel and its merge ahead of time and report what they need.
 
 Run in a process of its own, with the Triton to test first on the path:
 
     python tests/kernels/hopper_aot_runner.py REPORT.json
 
-Writes a list of {"label", "shared", "stack"}.
+Writes {"triton", "built": [{"label", "shared", "stack"}]}.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from specmla.kernels.hopper.kernel import hopper_kernel
 from specmla.kernels.hopper.launch import REGISTERS
 from specmla.kernels.hopper.layouts import COPY
+from specmla.kernels.merge import WARPS, merge_kernel
 
 CASES: tuple[dict[str, Any], ...] = (
-    {"H": 16, "G": 64, "WINDOW": False, "TREE": False, "dtype": "bf16"},
-    {"H": 20, "G": 16, "WINDOW": True, "TREE": True, "dtype": "fp16"},
+    {"H": 16, "G": 64, "RUN": 0, "WINDOW": False, "TREE": False, "dtype": "bf16"},
+    {"H": 128, "G": 64, "RUN": 32, "WINDOW": False, "TREE": True, "dtype": "bf16"},
+    {"H": 20, "G": 16, "RUN": 0, "WINDOW": True, "TREE": True, "dtype": "fp16"},
 )
 
 
@@ -39,16 +41,28 @@ def signature(case: dict[str, Any]) -> dict[str, str]:
     named |= {name: "i32" for name in named if name.startswith("stride_")}
     named |= {"scale_log2": "fp32", "tree_bits_ptr": "*i64" if case["TREE"] else "*i32"}
     named["descriptor"] = f"tensordesc<{dtype}[1,{lines},64],{COPY.value!r}>"
-    return named | dict.fromkeys(("H", "G", "WINDOW", "TREE"), "constexpr")
+    return named | dict.fromkeys(("H", "G", "RUN", "WINDOW", "TREE"), "constexpr")
 
 
 def compile_case(case: dict[str, Any]) -> dict[str, Any]:
     names = hopper_kernel.arg_names
     constants = {(names.index(k),): v for k, v in case.items() if k != "dtype"}
-    aligned = ("out_ptr", "part_ptr", "part_lse_ptr", "q_latent_ptr", "q_rope_ptr", "stride_latent")
+    aligned = ("out_ptr", "part_", "q_latent_ptr", "q_rope_ptr", "stride_latent", "stride_rope")
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.startswith(aligned)}
     source = GluonASTSource(hopper_kernel, signature(case), constants, attrs)
-    options = {"num_warps": 4, "maxnreg": REGISTERS, "enable_fp_fusion": False}
+    return {"label": str(case)} | measure(source, {"num_warps": 4, "maxnreg": REGISTERS})
+
+
+def compile_merge(dtype: str) -> dict[str, Any]:
+    named = dict.fromkeys(merge_kernel.arg_names, "*fp32")
+    named |= {"merge_ptr": "*i32", "out_ptr": f"*{dtype}", "PDL": "constexpr"}
+    attrs = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 3, 4)}
+    source = GluonASTSource(merge_kernel, named, {(5,): True}, attrs)
+    return {"label": f"merge {dtype}"} | measure(source, {"num_warps": WARPS})
+
+
+def measure(source: GluonASTSource, options: dict[str, Any]) -> dict[str, Any]:
+    options = options | {"enable_fp_fusion": False}
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -62,8 +76,9 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
         ).stdout
     stack = re.search(r"STACK:(\d+)", usage)
     assert stack is not None
-    return {"label": str(case), "shared": built.metadata.shared, "stack": int(stack.group(1))}
+    return {"shared": built.metadata.shared, "stack": int(stack.group(1))}
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps([compile_case(case) for case in CASES]))
+    found = [compile_case(case) for case in CASES] + [compile_merge(d) for d in ("bf16", "fp16")]
+    Path(sys.argv[1]).write_text(json.dumps({"triton": triton.__version__, "built": found}))

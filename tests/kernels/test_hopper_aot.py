@@ -17,9 +17,10 @@ RUNNER = Path(__file__).with_name("hopper_aot_runner.py")
 OLD_TRITON = Path(os.environ.get("SPECMLA_TRITON_3_6", ROOT / ".triton-3.6.0"))
 
 SHARED_LIMIT = 227 * 1024
-STACK_LIMIT = 256
-"""Bytes of spilled registers a thread, outside of the matrix loop's operands; NOTES.md says how to
-reach 0."""
+STACK_LIMIT = {"3.6.0": 0}
+OTHER_STACK_LIMIT = 24
+"""Bytes of spilled registers a thread, all outside the loops, that newer compilers need where the
+heads are no power of two."""
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["installed", "3.6.0"])
@@ -40,6 +41,8 @@ def test_hopper_kernel_fits(tmp_path: Path, old: bool) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    for built in json.loads(report.read_text()):
+    found = json.loads(report.read_text())
+    assert len(found["built"]) >= 5
+    for built in found["built"]:
         assert built["shared"] <= SHARED_LIMIT, built
-        assert built["stack"] <= STACK_LIMIT, built
+        assert built["stack"] <= STACK_LIMIT.get(found["triton"], OTHER_STACK_LIMIT), built

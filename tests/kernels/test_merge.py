@@ -1,4 +1,4 @@
-"""The merge of cut tiles, interpreted, against a plain softmax over the pieces."""
+"""The merge of cut tiles against a plain softmax over the pieces; Gluon is not interpreted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from specmla.kernels.merge import merge_kernel
+from specmla.kernels.merge import WARPS, merge_kernel
 
 
 def to_slot(part: torch.Tensor) -> torch.Tensor:
@@ -15,8 +15,13 @@ def to_slot(part: torch.Tensor) -> torch.Tensor:
     return part.view(8, 8, 2, 32, 8).permute(2, 0, 3, 1, 4).reshape(2, 64, 256)
 
 
-@pytest.mark.parametrize(("pieces", "programs"), [(2, 8), (5, 64), (3, 1000)])
-def test_merge_is_the_softmax_over_pieces(pieces: int, programs: int, device: torch.device) -> None:
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("programs", [1, 8, 64, 528, 1000])
+@pytest.mark.parametrize("pieces", [2, 4, 5, 8, 9, 16, 17, 128, 130])
+def test_merge_is_the_softmax_over_pieces(pieces: int, programs: int) -> None:
     generator = torch.Generator().manual_seed(pieces)
     live = 40
     parts = torch.randn(pieces, 64, 512, generator=generator)
@@ -25,15 +30,15 @@ def test_merge_is_the_softmax_over_pieces(pieces: int, programs: int, device: to
     lse[:, 2] = -torch.inf
     parts[lse == -torch.inf] = 0
     slots = [5, *(8 + 4 * i for i in range(pieces - 1))]
-    scratch = torch.full((40, 2, 64, 256), float("nan"))
-    scratch_lse = torch.full((40, 64), float("nan"))
+    scratch = torch.full((9 + 4 * pieces, 2, 64, 256), float("nan"))
+    scratch_lse = torch.full((9 + 4 * pieces, 64), float("nan"))
     for slot, part, part_lse in zip(slots, parts, lse, strict=True):
         scratch[slot], scratch_lse[slot] = to_slot(part), part_lse
     record = [5, 8, 4, pieces, 16, live, 0, 0]
     table = torch.tensor([[1, *[0] * 7], record], dtype=torch.int32)
     out, out_lse = torch.full((100, 512), 7.0), torch.full((100,), 7.0)
-    held = [t.to(device) for t in (scratch, scratch_lse, table, out, out_lse)]
-    merge_kernel[(programs,)](*held, PDL=False)
+    held = [t.to(CUDA) for t in (scratch, scratch_lse, table, out, out_lse)]
+    merge_kernel[(programs,)](*held, PDL=False, num_warps=WARPS)
     out, out_lse = held[3].cpu(), held[4].cpu()
 
     weight = torch.softmax(lse.double() * torch.log(torch.tensor(2.0).double()), 0)

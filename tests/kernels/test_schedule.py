@@ -25,6 +25,7 @@ class Plan(NamedTuple):
     query_lens: list[int]
     seq_lens: list[int]
     heads: int
+    run: int
     programs: list[list[int]]
     entries: list[list[int]]
     merges: list[list[int]]
@@ -36,7 +37,9 @@ class Plan(NamedTuple):
         return -(-self.seq_lens[request] // 64)
 
 
-def make_plan(query_lens: list[int], seq_lens: list[int], heads: int, programs: int) -> Plan:
+def make_plan(
+    query_lens: list[int], seq_lens: list[int], heads: int, programs: int, run: int = 0
+) -> Plan:
     tiles = sum(-(-q * heads // 64) for q in query_lens)
     shapes = ((programs, 16), (3 * len(query_lens) + 1, 8), (1 + max(programs, tiles), 8))
     records = [torch.full(shape, -7, dtype=torch.int32, device=DEVICE) for shape in shapes]
@@ -49,13 +52,13 @@ def make_plan(query_lens: list[int], seq_lens: list[int], heads: int, programs: 
         PROGRAMS=programs,
         FIXED=FIXED,
         MIN_BLOCKS=2,
-        SPLIT_COST=5,
+        MERGE_COST=5,
+        RUN=run,
         BLOCK_B=triton.next_power_of_2(len(query_lens)),
         BLOCK_P=triton.next_power_of_2(programs),
-        TRIES=1024,
     )
     program, entry, merge = (r.tolist() for r in records)
-    return Plan(query_lens, seq_lens, heads, program, entry, merge[1 : 1 + merge[0][0]])
+    return Plan(query_lens, seq_lens, heads, run, program, entry, merge[1 : 1 + merge[0][0]])
 
 
 def pieces_of(plan: Plan, program: int) -> list[tuple[int, int, int, int, int]]:
@@ -65,22 +68,26 @@ def pieces_of(plan: Plan, program: int) -> list[tuple[int, int, int, int, int]]:
         return []
     at, stop = tuple(record[:3]), tuple(record[3:6])
     lane, width = record[6:8]
-    rows, keys, request = record[9:12]
+    rows, keys, request, slot_base = record[9:13]
     found: list[tuple[int, int, int, int, int]] = []
     while at < stop:
         entry, job, block = at
         blocks, tiles = -(-keys // 64), -(-rows * plan.heads // 64)
         end = stop[2] if at[:2] == stop[:2] else blocks
         tile = lane + (job * 4 if width == 4 else tiles // (2 * width) * (2 * width))
+        slot = 2 * program + bool(found)
+        if plan.run:
+            end = min(end, (block // plan.run + 1) * plan.run)
+            slot = slot_base + tile * -(-blocks // plan.run) + block // plan.run
         direct = block == 0 and end >= blocks
-        found.append((request, tile, block, end, -1 if direct else 2 * program + bool(found)))
+        found.append((request, tile, block, end, -1 if direct else slot))
         if end < blocks:
             at = (entry, job, end)
         elif job + 1 < (tiles // 4 if width == 4 else 1):
             at = (entry, job + 1, 0)
         else:
             at = (entry + 1, 0, 0)
-            rows, keys, request = plan.entries[entry + 1][1:4]
+            rows, keys, request, slot_base = plan.entries[entry + 1][1:5]
     return found
 
 
@@ -142,3 +149,18 @@ def test_any_lengths_are_covered(seed: int) -> None:
     seq_lens = [rng.choice([0, 1, 63, 64, 65, 500, 8191, 70000]) for _ in range(count)]
     heads = rng.choice([1, 12, 16, 20, 40, 128])
     check(make_plan(query_lens, seq_lens, heads, rng.choice([16, 78, 132])))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batch_invariant_pieces_start_at_multiples(seed: int) -> None:
+    rng = random.Random(100 + seed)
+    count = rng.choice([1, 2, 3, 7, 20])
+    query_lens = [rng.choice([0, 1, 2, 3, 4, 8, 16]) for _ in range(count)]
+    seq_lens = [rng.choice([0, 1, 64, 65, 500, 1024, 1025, 8191, 70000]) for _ in range(count)]
+    run = rng.choice([2, 16, 32])
+    plan = make_plan(query_lens, seq_lens, rng.choice([12, 16, 128]), rng.choice([16, 132]), run)
+    check(plan)
+    pieces = [piece for p in range(len(plan.programs)) for piece in pieces_of(plan, p)]
+    for request, _, begin, end, _ in pieces:
+        assert begin % run == 0
+        assert end == min(begin + run, plan.blocks(request))

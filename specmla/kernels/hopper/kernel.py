@@ -11,9 +11,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from specmla.kernels.gluon_api import MBarrierLayout, init
 from specmla.kernels.hopper.layouts import BLOCK, HALF, PLAIN, TILE
+from specmla.kernels.hopper.left import left_partition
 from specmla.kernels.hopper.loads import load_partition
-from specmla.kernels.hopper.scores import score_partition
-from specmla.kernels.hopper.values import value_partition
+from specmla.kernels.hopper.right import right_partition
+
+WORKER_REGISTERS = gl.constexpr([232, 40])
+"""Of a thread of the second and third partition; the first gets the rest, 232."""
 
 
 @gluon.jit
@@ -36,7 +39,19 @@ def stage_barriers():
     return bars
 
 
-@gluon.jit
+# Step tables are slices of one buffer: their alignment and width differ from step to step, and a
+# specialised kernel would be compiled anew for each.
+@gluon.jit(
+    do_not_specialize=["scale_log2", "stride_table"],
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "row_extent_ptr",
+        "row_start_ptr",
+        "tree_bits_ptr",
+        "program_ptr",
+        "entry_ptr",
+    ],
+)
 def hopper_kernel(
     out_ptr,
     lse_ptr,
@@ -59,97 +74,51 @@ def hopper_kernel(
     stride_rope_h,
     H: gl.constexpr,
     G: gl.constexpr,
+    RUN: gl.constexpr,
     WINDOW: gl.constexpr,
     TREE: gl.constexpr,
 ):
     """Attend the pieces of one program; see the module's text."""
     dtype: gl.constexpr = q_latent_ptr.dtype.element_ty
-    q_left = gl.allocate_shared_memory(dtype, [BLOCK, HALF], TILE)
-    q_right = gl.allocate_shared_memory(dtype, [BLOCK, HALF], TILE)
-    q_rope = gl.allocate_shared_memory(dtype, [BLOCK, 64], TILE)
+    q_left = gl.allocate_shared_memory(dtype, [1, BLOCK, HALF], TILE)
+    q_right = gl.allocate_shared_memory(dtype, [1, BLOCK, HALF], TILE)
+    q_rope = gl.allocate_shared_memory(dtype, [1, BLOCK, 64], TILE)
     k_left = gl.allocate_shared_memory(dtype, [2, BLOCK, HALF], TILE)
     k_right = gl.allocate_shared_memory(dtype, [2, BLOCK, HALF], TILE)
     k_rope = gl.allocate_shared_memory(dtype, [2, BLOCK, 64], TILE)
-    weights = gl.allocate_shared_memory(dtype, [BLOCK, BLOCK], TILE)
-    factors = gl.allocate_shared_memory(gl.float32, [BLOCK], PLAIN)
+    weights = gl.allocate_shared_memory(dtype, [1, BLOCK, BLOCK], TILE)
+    maxima = gl.allocate_shared_memory(gl.float32, [2, BLOCK], PLAIN)
+    sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK], PLAIN)
     full = (stage_barriers(), stage_barriers(), stage_barriers())
     free = (stage_barriers(), stage_barriers(), stage_barriers())
-    signal = (one_barrier(), one_barrier(), one_barrier(), one_barrier())
+    weights_ready = (one_barrier(), one_barrier())
+    queries_ready = (one_barrier(), one_barrier())
+    sums_ready = (one_barrier(), one_barrier())
+    signal = (weights_ready, queries_ready, sums_ready)
+    queries = (q_left, q_right, q_rope)
+    keys = (k_left, k_right, k_rope)
+    exchange = (weights, maxima, sums)
+    target = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
+    query = (
+        q_latent_ptr,
+        q_rope_ptr,
+        stride_latent_t,
+        stride_latent_h,
+        stride_rope_t,
+        stride_rope_h,
+    )
+    tables = (row_extent_ptr, row_start_ptr, tree_bits_ptr)
+    walk = (program_ptr, entry_ptr)
+    shared = (queries, keys, exchange, full, free, signal)
+    attend = (target, query, tables, walk, scale_log2)
+    cache = (descriptor, block_table_ptr, stride_table)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (
-                score_partition,
-                (
-                    out_ptr,
-                    lse_ptr,
-                    part_ptr,
-                    part_lse_ptr,
-                    q_latent_ptr,
-                    q_rope_ptr,
-                    row_extent_ptr,
-                    row_start_ptr,
-                    tree_bits_ptr,
-                    program_ptr,
-                    entry_ptr,
-                    scale_log2,
-                    stride_latent_t,
-                    stride_latent_h,
-                    stride_rope_t,
-                    stride_rope_h,
-                    q_left,
-                    q_right,
-                    q_rope,
-                    k_left,
-                    k_right,
-                    k_rope,
-                    weights,
-                    factors,
-                    full,
-                    free,
-                    signal,
-                    H,
-                    WINDOW,
-                    TREE,
-                ),
-            ),
-            (
-                value_partition,
-                (
-                    out_ptr,
-                    part_ptr,
-                    q_latent_ptr,
-                    program_ptr,
-                    entry_ptr,
-                    stride_latent_t,
-                    stride_latent_h,
-                    q_right,
-                    k_right,
-                    weights,
-                    factors,
-                    free,
-                    signal,
-                    H,
-                ),
-            ),
-            (
-                load_partition,
-                (
-                    descriptor,
-                    block_table_ptr,
-                    stride_table,
-                    program_ptr,
-                    entry_ptr,
-                    k_left,
-                    k_right,
-                    k_rope,
-                    full,
-                    free,
-                    H,
-                    G,
-                ),
-            ),
+            (left_partition, (attend, shared, H, RUN, WINDOW, TREE)),
+            (right_partition, (attend, shared, H, RUN, WINDOW, TREE)),
+            (load_partition, (cache, walk, keys, full, free, H, G, RUN)),
         ],
         [4, 1],
-        [232, 24],
+        WORKER_REGISTERS,
     )

@@ -1,89 +1,22 @@
-"""Plan and launch of the Hopper kernel: device-side schedule, main kernel, merge."""
+"""Launch of the Hopper kernel and of the merge after it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specmla.kernels.hopper.kernel import hopper_kernel
 from specmla.kernels.hopper.layouts import COPY
-from specmla.kernels.launch import FP_FUSION, describe_device
-from specmla.kernels.merge import merge_kernel
+from specmla.kernels.hopper.plan import TILE_ROWS, HopperPlan
+from specmla.kernels.launch import FP_FUSION
+from specmla.kernels.merge import WARPS, merge_kernel
 from specmla.kernels.prims import LOG2_E
-from specmla.kernels.schedule import schedule_kernel
 from specmla.metadata import VerifyPart
 
-TILE_ROWS = 64
-FIXED_COST = 3
-"""Cost of a piece in blocks of 64 keys: its queries, its output, its start."""
-SPLIT_COST = 5
-"""Blocks by which whole jobs may exceed the ideal interval before cutting and merging pays."""
-MIN_BLOCKS = 2
-SEARCH_STEPS = 1024
-MERGE_PROGRAMS_PER_SM = 8
+MERGE_PROGRAMS_PER_SM = 4
 REGISTERS = 168
 """Registers a thread at launch; the partitions redistribute them."""
-
-
-@dataclass(frozen=True)
-class HopperPlan:
-    """Records and scratch of a step, on the device, shared by all layers.
-
-    Attributes:
-        num_heads: H that it was made for.
-        program, entry, merge: int32 records, see `schedule.py`.
-        partial_out: [2 * SMs, 2, 64, 256] float32. partial_lse: [2 * SMs, 64] float32, base 2.
-    """
-
-    num_heads: int
-    program: Tensor
-    entry: Tensor
-    merge: Tensor
-    partial_out: Tensor
-    partial_lse: Tensor
-
-
-def make_plan(part: VerifyPart, num_heads: int) -> HopperPlan:
-    """Allocate a step's records and scratch and let the device fill the records.
-
-    Args:
-        part: the step's verify rows; lengths are read on the device only.
-        num_heads: H.
-    """
-    device, requests = part.seq_lens.device, part.num_requests
-    programs = describe_device(device).num_sms
-    tiles = sum(-(-q * num_heads // TILE_ROWS) for q in part.query_lens)
-    plan = HopperPlan(
-        num_heads,
-        torch.empty(programs, 16, dtype=torch.int32, device=device),
-        torch.empty(3 * requests + 1, 8, dtype=torch.int32, device=device),
-        torch.empty(1 + max(programs, tiles), 8, dtype=torch.int32, device=device),
-        torch.empty(2 * programs, 2, TILE_ROWS, 256, dtype=torch.float32, device=device),
-        torch.empty(2 * programs, TILE_ROWS, dtype=torch.float32, device=device),
-    )
-    with torch.cuda.device_of(part.seq_lens):
-        schedule_kernel[(1,)](
-            part.query_start,
-            part.seq_lens,
-            plan.program,
-            plan.entry,
-            plan.merge,
-            requests,
-            H=num_heads,
-            PROGRAMS=programs,
-            FIXED=FIXED_COST,
-            MIN_BLOCKS=MIN_BLOCKS,
-            SPLIT_COST=SPLIT_COST,
-            BLOCK_B=triton.next_power_of_2(requests),
-            BLOCK_P=triton.next_power_of_2(programs),
-            TRIES=SEARCH_STEPS,
-            num_warps=4,
-        )
-    return plan
 
 
 def hopper_attention(
@@ -142,6 +75,7 @@ def hopper_attention(
         *q_rope.stride()[:2],
         H=num_heads,
         G=part.page_size,
+        RUN=plan.shape.run,
         WINDOW=part.row_start is not None,
         TREE=part.tree_bits is not None,
         num_warps=4,
@@ -155,7 +89,7 @@ def hopper_attention(
         out,
         lse,
         PDL=True,
-        num_warps=4,
+        num_warps=WARPS,
         enable_fp_fusion=FP_FUSION,
         launch_pdl=True,
     )

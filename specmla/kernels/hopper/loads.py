@@ -9,56 +9,49 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from specmla.kernels.gluon_api import expect, tma_load, view, wait
-from specmla.kernels.hopper.layouts import (
-    BLOCK,
-    COPY,
-    FIELDS,
-)
-from specmla.kernels.hopper.pieces import is_before, next_piece, piece_end
+from specmla.kernels.hopper.layouts import BLOCK, COPY
+from specmla.kernels.hopper.pieces import first_piece, next_piece, read_piece
 
 
 @gluon.jit
 def page_at(table, key, keys, G: gl.constexpr):
-    """Page of a key; past the end the page of the block's first key, whose cell is always real."""
-    return gl.load(table + gl.where(key < keys, key, key // BLOCK * BLOCK) // G)
+    """Page of a key; past the end the page of the block's first key, whose cell is real."""
+    cell = gl.where(key < keys, key, key // BLOCK * BLOCK) // G
+    return gl.load(table + cell, mask=keys > 0, other=0)
 
 
 @gluon.jit
 def load_partition(
-    descriptor,
-    block_table_ptr,
-    stride_table,
-    program_ptr,
-    entry_ptr,
-    k_left,
-    k_right,
-    k_rope,
+    cache,
+    walk,
+    keys_shared,
     full,
     free,
     H: gl.constexpr,
     G: gl.constexpr,
+    RUN: gl.constexpr,
 ):
     """Bring the stages in: rope, left and right part of 64 keys, by copies of 64 columns."""
     LINES: gl.constexpr = 64 if G % 64 == 0 else G
     SLICES: gl.constexpr = 64 // LINES
-    record = program_ptr + gl.program_id(0) * FIELDS
-    entry, job, block = gl.load(record), gl.load(record + 1), gl.load(record + 2)
-    stop_entry, stop_job, stop_block = gl.load(record + 3), gl.load(record + 4), gl.load(record + 5)
-    width = gl.load(record + 7)
-    rows, keys, request = gl.load(record + 9), gl.load(record + 10), gl.load(record + 11)
-    more = gl.load(record + 13) > 0
+    descriptor, block_table_ptr, stride_table = cache
+    k_left, k_right, k_rope = keys_shared
     left = view(k_left, [8 * SLICES, 1, LINES, 64], COPY)
     right = view(k_right, [8 * SLICES, 1, LINES, 64], COPY)
     rope = view(k_rope, [2 * SLICES, 1, LINES, 64], COPY)
+    at, more = first_piece(walk)
     it = 0
     while more:
-        end = piece_end(entry, job, stop_entry, stop_job, stop_block, keys)
+        _first_row, _rows, keys, request, _tile, end, _slot = read_piece(walk, at, H, RUN)
         table = block_table_ptr + request.to(gl.int64) * stride_table
-        for b in range(block, end):
+        ahead = page_at(table, at[2] * BLOCK, keys, G)
+        for b in range(at[2], end):
             stage = it % 2
             phase = (it // 2 & 1) ^ 1
+            it += 1
             row = b * BLOCK % G
-            page0 = page_at(table, b * BLOCK, keys, G)
+            page0 = ahead
+            ahead = page_at(table, gl.minimum(b + 1, end - 1) * BLOCK, keys, G)
             page1 = page0
             page2 = page0
             page3 = page0
@@ -71,34 +64,18 @@ def load_partition(
             wait(free[0].index(stage), phase)
             expect(full[0].index(stage), 64 * 64 * 2)
             for i in gl.static_range(SLICES):
-                tma_load(
-                    descriptor,
-                    [pages[i], row, 512],
-                    full[0].index(stage),
-                    rope.index(stage * SLICES + i),
-                )
+                to = rope.index(stage * SLICES + i)
+                tma_load(descriptor, [pages[i], row, 512], full[0].index(stage), to)
             wait(free[1].index(stage), phase)
             expect(full[1].index(stage), 64 * 256 * 2)
             for c in gl.static_range(4):
                 for i in gl.static_range(SLICES):
-                    tma_load(
-                        descriptor,
-                        [pages[i], row, c * 64],
-                        full[1].index(stage),
-                        left.index((stage * 4 + c) * SLICES + i),
-                    )
+                    to = left.index((stage * 4 + c) * SLICES + i)
+                    tma_load(descriptor, [pages[i], row, c * 64], full[1].index(stage), to)
             wait(free[2].index(stage), phase)
             expect(full[2].index(stage), 64 * 256 * 2)
             for c in gl.static_range(4):
                 for i in gl.static_range(SLICES):
-                    tma_load(
-                        descriptor,
-                        [pages[i], row, 256 + c * 64],
-                        full[2].index(stage),
-                        right.index((stage * 4 + c) * SLICES + i),
-                    )
-            it += 1
-        entry, job, block = next_piece(entry, job, end, width, rows, keys, H)
-        more = is_before(entry, job, block, stop_entry, stop_job, stop_block)
-        source = entry_ptr + entry * 8
-        rows, keys, request = gl.load(source + 1), gl.load(source + 2), gl.load(source + 3)
+                    to = right.index((stage * 4 + c) * SLICES + i)
+                    tma_load(descriptor, [pages[i], row, 256 + c * 64], full[2].index(stage), to)
+        at, more = next_piece(walk, at, H, RUN)

@@ -1,0 +1,52 @@
+"""Scores of a stage and the arithmetic of a running softmax."""
+
+# Kernel bodies are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from specmla.kernels.gluon_api import wait
+from specmla.kernels.hopper.layouts import BLOCK, S_LAYOUT
+
+
+@gluon.jit
+def score(queries, keys, full, stage, phase, zero):
+    """Scores [64, 64] of a stage, each part as soon as it has landed.
+
+    `zero` is 0, which the compiler must not know: it would keep the queries' matrix descriptors
+    in registers over the whole loop.
+    """
+    q_left, q_right, q_rope = queries[0].index(zero), queries[1].index(zero), queries[2].index(zero)
+    k_left, k_right, k_rope = keys
+    s = gl.zeros([BLOCK, BLOCK], gl.float32, S_LAYOUT)
+    wait(full[0].index(stage), phase)
+    k = k_rope.index(stage).permute((1, 0))
+    s = warpgroup_mma(q_rope, k, s, use_acc=False, is_async=True)
+    wait(full[1].index(stage), phase)
+    s = warpgroup_mma(q_left, k_left.index(stage).permute((1, 0)), s, is_async=True)
+    wait(full[2].index(stage), phase)
+    s = warpgroup_mma(q_right, k_right.index(stage).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, deps=[s])
+
+
+@gluon.jit
+def weigh(s, row_max, scale_log2):
+    """Weights exp2(scaled scores - maximum) [64, 64] in float32."""
+    return gl.exp2(gl.fma(s, gl.full_like(s, scale_log2), -row_max[:, None]))
+
+
+@gluon.jit
+def fold(p):
+    """Sum the columns that a thread holds: [64, 64] to [64, 4], without talking to other lanes."""
+    return gl.sum(gl.sum(p.reshape([BLOCK, 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def scale_rows(x, factor):
+    """Multiply the rows of `x` [64, N] by `factor` [64], whose layout differs in name only."""
+    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return x * gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
