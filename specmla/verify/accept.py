@@ -91,17 +91,19 @@ def token_level(p: Tensor, drafts: Tensor, q: Tensor | None = None) -> RuleTerms
     inside = (drafts >= 0) & (drafts < width)
     at = drafts.clamp(0, width - 1)[..., None]
     p_draft = p[:, :k].gather(2, at)[..., 0].double()
-    correction = p.clone()
-    residual = correction[:, :k]
     if q is None:
-        chance = p_draft
+        chance, correction = p_draft, p.clone()
+        residual = correction[:, :k]
         residual.scatter_(2, at, torch.where(inside, 0.0, p_draft)[..., None].to(p.dtype))
     else:
         q_draft = q.gather(2, at)[..., 0].double()
-        chance = torch.where(q_draft > 0, p_draft / q_draft, 0.0)
-        residual.sub_(q).clamp_(min=0.0)
+        chance, correction = torch.where(q_draft > 0, p_draft / q_draft, 0.0), torch.empty_like(p)
+        correction[:, k:] = p[:, k:]
+        residual = correction[:, :k]
+        torch.sub(p[:, :k], q, out=residual).clamp_(min=0.0)
     empty = (drafts < 0) | (residual.sum(-1) == 0)
-    torch.where(empty[..., None], p[:, :k], residual, out=residual)
+    if empty.device.type != "cpu" or empty.any():  # on a GPU, to look would be to wait
+        torch.where(empty[..., None], p[:, :k], residual, out=residual)
     return RuleTerms(torch.where(inside, chance.clamp(0.0, 1.0), 0.0), correction)
 
 

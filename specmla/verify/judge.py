@@ -76,7 +76,7 @@ def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
         flagged = top.flagged[plan.row_table]
         acceptance = greedy(top.token[plan.row_table], plan.drafts)
     else:
-        rows = processed_probs(logits[plan.row_table], plan.sampling)
+        rows = processed_probs(_rows_of_requests(plan, logits), plan.sampling)
         flagged = rows.flagged
         terms = RULES[rule](rows.probs, plan.drafts, plan.draft_probs)
         u = step_uniforms(plan.sampling.seeds, plan.positions, plan.drafts.shape[1])
@@ -85,6 +85,13 @@ def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
     unusable = (flagged.any(dim=1) | acceptance.flagged).long()
     tail = torch.stack([judged, acceptance.num_accepted, unusable], dim=1)
     return _send(plan, acceptance, torch.cat([acceptance.tokens, tail], dim=1))
+
+
+def _rows_of_requests(plan: StepPlan, logits: Tensor) -> Tensor:
+    """Arrange logits [R, W] as [B, K + 1, W]; without repeated rows they stand so already."""
+    if len(logits) == plan.row_table.numel():
+        return logits.view(*plan.row_table.shape, -1)
+    return logits[plan.row_table]
 
 
 def _send(plan: StepPlan, acceptance: Acceptance, packed: Tensor) -> Verdict:

@@ -76,10 +76,11 @@ class DraftProposal:
         found: list[str] = []
         if self.probs is None:
             return found
-        if self.probs.dim() != 3 or self.probs.shape[:2] != self.tokens.shape:
+        shape = self.probs.shape
+        if len(shape) != 3 or shape[:2] != self.tokens.shape or not shape[2]:
             found.append(
                 f"probs has shape {tuple(self.probs.shape)}, tokens {tuple(self.tokens.shape)}; "
-                "accepted is [B, K, W]"
+                "accepted is [B, K, W] with W > 0"
             )
         if self.probs.dtype not in (torch.float32, torch.float64):
             found.append(f"probs has dtype {self.probs.dtype}, accepted are float32 and float64")
@@ -91,7 +92,7 @@ class DraftProposal:
         """Check that each drafted row is a distribution; NaN is none."""
         drafted = torch.arange(probs.shape[1]) < torch.tensor(self.counts)[:, None]
         is_one = (probs.sum(-1) - 1).abs() <= 1e-3
-        bad = drafted & ~(is_one & (probs >= 0).all(-1))
+        bad = drafted & ~(is_one & (probs.amin(-1) >= 0))
         if not bad.any():
             return []
         at = bad.nonzero().tolist()[:4]

@@ -179,29 +179,37 @@ def processed_probs(
     """
     _check_logits(logits, batch, row_request)
     rows = logits.reshape(-1, logits.shape[-1])
-    top = row_top(rows)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     if batch.all_greedy:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
+        _, token, flagged = row_top(rows)
         probs = torch.zeros(rows.shape, dtype=dtype, device=rows.device)
-        probs.scatter_(1, top.token[:, None], 1.0)
+        probs.scatter_(1, token[:, None], 1.0)
     else:
         index = _request_of_row(logits, row_request)
-        probs = _soft_probs(rows, top, batch, index)
-    return RowProbs(probs.view(logits.shape), top.flagged.view(logits.shape[:-1]))
+        largest = rows.amax(-1)
+        flagged, greedy = ~torch.isfinite(largest), batch.temperature[index] == 0
+        probs = _soft_probs(rows.to(dtype) - largest.to(dtype)[:, None], batch, index)
+        hard = flagged | greedy
+        # One-hot rows are rare here, and to look for them is to wait on a GPU only.
+        if hard.device.type != "cpu" or hard.any():
+            _harden_(probs, hard, row_top(rows).token)
+    return RowProbs(probs.view(logits.shape), flagged.view(logits.shape[:-1]))
 
 
-def _soft_probs(rows: Tensor, top: RowTop, batch: SamplingBatch, index: Tensor) -> Tensor:
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+def _soft_probs(shifted: Tensor, batch: SamplingBatch, index: Tensor) -> Tensor:
+    """Softmax logits less their maximum [T, W], overwritten; greedy rows may come out anyhow."""
     temperature = batch.temperature[index]
-    greedy = temperature == 0
-    scaled = rows.to(dtype) - top.value.to(dtype)[:, None]
-    scaled.div_(temperature.masked_fill(greedy, 1.0).to(dtype)[:, None])
+    shifted.div_(temperature.masked_fill(temperature == 0, 1.0).to(shifted.dtype)[:, None])
     if batch.any_filter:
-        _filter_(scaled, batch.top_k[index], batch.top_p[index])
-    probs = torch.softmax(scaled, dim=-1)
-    hard, token = (greedy | top.flagged)[:, None], top.token[:, None]
+        _filter_(shifted, batch.top_k[index], batch.top_p[index])
+    return torch.softmax(shifted, dim=-1)
+
+
+def _harden_(probs: Tensor, hard: Tensor, token: Tensor) -> None:
+    """Make the rows [T, W] that are `hard` [T] one-hot at `token` [T], in place."""
+    hard, token = hard[:, None], token[:, None]
     peak = probs.gather(1, token).masked_fill_(hard, 1.0)
-    return probs.masked_fill_(hard, 0.0).scatter_(1, token, peak)
+    probs.masked_fill_(hard, 0.0).scatter_(1, token, peak)
 
 
 def _filter_(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> None:
