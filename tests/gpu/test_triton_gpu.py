@@ -135,27 +135,38 @@ def test_plan_and_attention_wait_for_nothing() -> None:
     assert_matches_oracle(got, case, tables)
 
 
-def test_a_captured_graph_follows_the_live_lengths() -> None:  # BL-20
-    backend = TritonBackend(num_splits=4)
-    static = make_case([(3, 700)] * 5, num_heads=16, dtype=torch.bfloat16, device=CUDA)
-    part = static.planned(backend)
-    attend(static, backend, part)  # compiles
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_captured_plan_follows_rows_requests_and_lengths(invariant: bool) -> None:  # BL-18, BL-20
+    backend = TritonBackend(batch_invariant=invariant)
+    static = make_case([(3, 700)] * 8, num_heads=16, dtype=torch.bfloat16, device=CUDA)
+    part = static.tables()
+    attend(static, backend, static.planned(backend, part))  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = attend(static, backend, part)
-    for lens in ([1, 64, 65, 700, 3], [1] * 5, [0, 0, 0, 0, 512], [1, 64, 65, 700, 3]):
-        live = make_case([(3, n) for n in lens], num_heads=16, dtype=torch.bfloat16, device=CUDA)
-        used = live.latent_cache.shape[0]
-        static.latent_cache[:used] = live.latent_cache
-        tables = live.tables()
-        part.block_table[:, : tables.block_table.shape[1]] = tables.block_table
-        part.seq_lens.copy_(tables.seq_lens)
-        part.row_extent.copy_(tables.row_extent)
-        static.q_latent.copy_(live.q_latent)
-        static.q_rope.copy_(live.q_rope)
+        captured = attend(static, backend, static.planned(backend, part))
+    ragged = [(3, 1), (3, 64), (3, 65), (3, 700), (3, 3)]
+    for lens in (ragged, [(3, 1)] * 8, [(9, 512), (0, 4), (12, 90)], ragged):
+        live = make_case(lens, num_heads=16, dtype=torch.bfloat16, device=CUDA)
+        tables, rows, requests = live.tables(), sum(q for q, _ in lens), len(lens)
+        static.latent_cache[: live.latent_cache.shape[0]] = live.latent_cache
+        part.query_start.fill_(rows)
+        part.query_start[:requests] = tables.query_start[:requests]
+        part.seq_lens.zero_()
+        part.seq_lens[:requests] = tables.seq_lens
+        part.block_table[:requests, : tables.block_table.shape[1]] = tables.block_table
+        part.row_extent[:rows] = tables.row_extent
+        static.q_latent[:rows] = live.q_latent
+        static.q_rope[:rows] = live.q_rope
         captured.out.fill_(math.nan)
         graph.replay()
-        assert_matches_oracle(captured, live, tables)
+        held = AttentionOutput(captured.out[:rows], captured.lse[:rows])
+        assert_matches_oracle(held, live, tables)
+        assert (captured.out[rows:] == 0).all(), "rows of nobody"
+        assert (captured.lse[rows:] == -math.inf).all()
+        if invariant:
+            eager = live.attend(backend)
+            assert torch.equal(held.out, eager.out)
+            assert torch.equal(held.lse, eager.lse)
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256), (96, 64), (24, 16)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from specmla.errors import UnsupportedError
-from specmla.kernels.combine import combine
+from specmla.kernels import combine as combine_module
+from specmla.kernels.combine import FEW_PIECES, combine
 from specmla.kernels.launch import LaunchEntry, find_entry, launch_table
 from specmla.kernels.plan import CutRule, PiecePlan, PlanBounds, StepShape
 
@@ -116,6 +118,27 @@ def test_batch_mates_change_no_bit(device: torch.device) -> None:
     among = merged(plan_of(outs, lses, [6, 40, 2], FIXED))
     assert torch.equal(alone[0][:-2], among[0][: TILE - 2])
     assert torch.equal(alone[1][:-2], among[1][: TILE - 2])
+
+
+def test_fixed_pieces_have_one_form_of_merge(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """The interpreter adds in one order whatever the form, so that only the launch shows it."""
+    forms = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *args, **constants: forms.append(constants)
+
+    monkeypatch.setattr(combine_module, "combine_kernel", Recorder())
+    for pieces in (2, 40):
+        partials = [t.to(device) for t in random_partials(1, pieces, 32, seed=0)]
+        for rule in (BALANCED, FIXED):
+            merged(plan_of(partials[0], partials[1], [pieces], rule))
+    balanced, fixed, other_balanced, other_fixed = forms
+    assert balanced == other_balanced
+    assert fixed == other_fixed
+    assert (balanced["FEW"], fixed["FEW"]) == (FEW_PIECES, 0)
 
 
 def test_order_of_pieces_does_not_matter(device: torch.device) -> None:  # BL-06

@@ -126,6 +126,15 @@ def test_longer_mates_do_not_change_the_form_of_the_merge(device: torch.device) 
     assert_same(case.attend(backend), take(case, [0]).attend(backend), slice(0, 2))
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_one_launch_entry_for_every_query_length(page_size: int, device: torch.device) -> None:
+    options = SMALL | {"page_size": page_size}
+    cases = [make_case([(q, 70)], num_heads=16, device=device, **options) for q in (1, 4, 9)]
+    chosen = {case.planned(invariant()).plan.entry for case in cases}
+    assert len(chosen) == 1
+    assert len({case.planned(TritonBackend()).plan.entry for case in cases}) > 1
+
+
 def test_balanced_pieces_do_change_bits(device: torch.device) -> None:
     """What the option is for; should this ever be equal, the tests above see nothing."""
     case = make_case([(2, 500), (2, 500), (2, 500)], num_heads=16, device=device, **SMALL)
