@@ -55,7 +55,8 @@ class Capabilities:
         rope_dims: accepted qk_rope_head_dim values, or None for any.
         min_capability: least CUDA compute capability, or None.
         priority: higher is preferred by `select_backend`.
-        batch_invariant: can be built so that a row's bits depend on its own query and keys alone.
+        batch_invariant: the constructor takes it, and then a row's bits depend on its own query and
+            keys alone.
         summary: one line for people.
     """
 
@@ -138,10 +139,12 @@ class AttentionBackend(abc.ABC):
         Raises:
             UnsupportedError: it has no batch-invariant results.
         """
-        if batch_invariant:
+        if not batch_invariant:
+            return cls()
+        if not cls.capabilities.batch_invariant:
             reasons = ["batch_invariant is True, accepted is False"]
             raise UnsupportedError(f"backend {cls.capabilities.name!r}", reasons)
-        return cls()
+        return cls(**{"batch_invariant": True})
 
     def check(self, need: Requirements) -> None:
         """Raise `UnsupportedError` with all reasons unless this backend can serve `need`."""

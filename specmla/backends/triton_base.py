@@ -55,11 +55,6 @@ class TritonKernelsBackend(AttentionBackend):
         self.config, self.batch_invariant = config, batch_invariant
         self.rule = CutRule(num_splits, piece_keys if batch_invariant else None)
 
-    @classmethod
-    def make(cls, *, batch_invariant: bool = False) -> AttentionBackend:
-        """Build the backend with its usual settings, batch-invariant if asked."""
-        return cls(batch_invariant=batch_invariant)
-
     def unavailable(self) -> list[str]:
         """Report a missing triton package."""
         found = importlib.util.find_spec("triton") is not None

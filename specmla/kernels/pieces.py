@@ -27,8 +27,9 @@ from specmla.kernels.plan import (
 
 FIELDS = tl.constexpr(PIECE_FIELDS)
 """Ints of a record. Of a piece: request (-1: nothing to do), tile, piece of the tile, steps of each
-of them, scratch slot (-1: write the result), first row, rows and keys of the request. Of a cut tile: first slot, slot
-step, pieces, first packed row, packed rows; before those, their number and the most pieces."""
+of its pieces, scratch slot (-1: write the result), first row, rows and keys of the request. Of a cut
+tile: first slot, slot step, pieces, first packed row, packed rows; before those, their number and
+the most pieces."""
 
 LARGEST = tl.constexpr(2147483647)
 
