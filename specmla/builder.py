@@ -92,14 +92,15 @@ class MetadataBuilder:
             ArgumentError: lengths, pages, trees or ragged rows that can't be served; all reasons
                 of all requests are listed and nothing was sent.
         """
-        found = self._limits.batch_problems(requests, mask)
-        require(found + self._backend_problems(requests, mask), "MetadataBuilder.build")
+        found = self._row_problems(requests, mask) + self._backend_problems(requests, mask)
+        require(found, "MetadataBuilder.build")
         verify = [i for i, r in enumerate(requests) if r.kind is RequestKind.VERIFY]
         prompt = [i for i, r in enumerate(requests) if r.kind is RequestKind.PROMPT]
         verifies, prompts = [requests[i] for i in verify], [requests[i] for i in prompt]
         tables = HostTables(self.page_size, mask)
-        tables.add_rows([*verifies, *prompts])
         tables.add_verify(verifies)
+        self._require_pages(tables, requests, mask)
+        tables.add_rows([*verifies, *prompts])
         tables.add_prefill(prompts)
         sent = tables.send(self.device, along)
         return StepMetadata(
@@ -124,7 +125,7 @@ class MetadataBuilder:
         Raises:
             ArgumentError: as for `build`, or requests that are no such chains.
         """
-        found = self._limits.batch_problems(requests, DraftMask.CAUSAL)
+        found = self._row_problems(requests, DraftMask.CAUSAL)
         lens = [r.query_len for r in requests]
         if lens != sorted(lens, reverse=True) or not all(map(_is_chain, requests)):
             found.append(f"the rows are {lens}, accepted are verify chains of falling length")
@@ -134,6 +135,7 @@ class MetadataBuilder:
             return []
         tables = HostTables(self.page_size, DraftMask.CAUSAL)
         tables.add_rounds(requests, live)
+        self._require_pages(tables, requests, DraftMask.CAUSAL)
         sent = tables.send(self.device, _NOTHING)
         positions, slots, seq_lens = (
             sent[name].split(live) for name in ("positions", "slots", "seq_lens")
@@ -149,6 +151,16 @@ class MetadataBuilder:
             )
             for i, count in enumerate(live)
         ]
+
+    def _row_problems(self, requests: Sequence[RequestRows], mask: DraftMask) -> list[str]:
+        """List what is wrong but, in the common case, page ids: `_require_pages` looks at those."""
+        return [] if self._limits.are_plain(requests) else self._limits.problems(requests, mask)
+
+    def _require_pages(
+        self, tables: HostTables, requests: Sequence[RequestRows], mask: DraftMask
+    ) -> None:
+        if not tables.has_pages_below(self.num_pages):
+            require(self._limits.problems(requests, mask), "MetadataBuilder")
 
     def _backend_problems(self, requests: Sequence[RequestRows], mask: DraftMask) -> list[str]:
         has, found = self.backend.capabilities, []

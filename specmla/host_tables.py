@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 
 import torch
 from torch import Tensor
@@ -23,30 +23,30 @@ class HostTables:
 
     def add_rows(self, requests: Sequence[RequestRows]) -> None:
         """Add positions and slots of the new rows; a tree node stands at prefix + depth."""
-        spans = [(r, r.seq_len - r.query_len, r.seq_len) for r in requests]
-        self.arrays["positions"] = array(
-            "q",
-            chain.from_iterable(
-                [first + depth for depth in tree_depths(r.parents)]
-                if r.parents
-                else range(first, end)
-                for r, first, end in spans
-            ),
-        )
-        self.arrays["slots"] = self._slots(spans)
+        ends = [r.seq_len for r in requests]
+        firsts = [r.seq_len - r.query_len for r in requests]
+        positions: Iterable[Iterable[int]] = map(range, firsts, ends)
+        if self.mask is DraftMask.TREE:
+            positions = [
+                [first + depth for depth in tree_depths(r.parents)] if r.parents else chained
+                for r, first, chained in zip(requests, firsts, positions, strict=True)
+            ]
+        self.arrays["positions"] = array("q", chain.from_iterable(positions))
+        self.arrays["slots"] = self._slots(requests, firsts, ends)
 
     def add_verify(self, requests: Sequence[RequestRows]) -> None:
         """Add the tables of the verify part."""
         if not requests:
             return
         query_lens = [r.query_len for r in requests]
-        extents = (row_extents(self.mask, r.query_len, r.seq_len) for r in requests)
+        seq_lens = [r.seq_len for r in requests]
+        extents = map(row_extents, repeat(self.mask), query_lens, seq_lens)
         self.arrays |= {
             "table": self._block_table(requests),
             "extent": array("i", chain.from_iterable(extents)),
             "query_lens": array("i", query_lens),
             "query_start": array("i", running_starts(query_lens)),
-            "seq_lens": array("i", [r.seq_len for r in requests]),
+            "seq_lens": array("i", seq_lens),
         }
         if any(r.window_start for r in requests if r.query_len):
             self.arrays["row_start"] = array(
@@ -61,11 +61,11 @@ class HostTables:
         The steps share one block table, that of the last.
         """
         rows = [(r, i) for i, count in enumerate(live) for r in requests[:count]]
-        ends = [r.seq_len - r.query_len + i + 1 for r, i in rows]
-        spans = [(r, end - 1, end) for (r, _), end in zip(rows, ends, strict=True)]
+        positions = [r.seq_len - r.query_len + i for r, i in rows]
+        ends = [position + 1 for position in positions]
         self.arrays |= {
-            "positions": array("q", [end - 1 for end in ends]),
-            "slots": self._slots(spans),
+            "positions": array("q", positions),
+            "slots": self._slots([r for r, _ in rows], positions, ends),
             "table": self._block_table(requests),
             "seq_lens": array("i", ends),
             "query_start": array("i", range(len(requests) + 1)),
@@ -76,10 +76,20 @@ class HostTables:
         if not requests:
             return
         self.arrays |= {
-            "kv_slots": self._slots([(r, 0, r.seq_len) for r in requests]),
+            "kv_slots": self._slots(requests, [0] * len(requests), [r.seq_len for r in requests]),
             "prompt_query_start": array("i", running_starts(r.query_len for r in requests)),
             "kv_start": array("i", running_starts(r.seq_len for r in requests)),
         }
+
+    def has_pages_below(self, num_pages: int) -> bool:
+        """Check all ids of the block table at once: one by one they would cost the step most."""
+        table = self.arrays.get("table")
+        if not table:
+            return True
+        ids = torch.frombuffer(table, dtype=torch.int32)
+        low, high = (int(x) for x in ids.aminmax())
+        # Below 0 are unused cells only.
+        return high < num_pages and (low >= 0 or int((ids < 0).sum()) == self._num_unused)
 
     def send(self, device: torch.device, along: Mapping[str, array[int]]) -> dict[str, Tensor]:
         """Send everything in one copy, and `along`, whose names come back as "along.NAME"."""
@@ -93,6 +103,7 @@ class HostTables:
         page, table = self.page_size, array("i")
         used = [-(-r.seq_len // page) for r in requests]
         self._width = width = max([1, *used])
+        self._num_unused = width * len(used) - sum(used)
         unused = array("i", [-1]) * width
         for r, count in zip(requests, used, strict=True):
             table.extend(r.block_ids[:count])
@@ -100,13 +111,17 @@ class HostTables:
                 table.extend(unused[count:])
         return table
 
-    def _slots(self, spans: Iterable[tuple[RequestRows, int, int]]) -> array[int]:
+    def _slots(
+        self, requests: Sequence[RequestRows], firsts: Sequence[int], ends: Sequence[int]
+    ) -> array[int]:
         """Give the slots of each request's tokens from `first` to before `end`, a run a page."""
         page, runs = self.page_size, []
-        for r, first, end in spans:
+        for r, first, end in zip(requests, firsts, ends, strict=True):
             while first < end:
                 cell = first // page
-                stop = min(end, (cell + 1) * page)
+                stop = (cell + 1) * page
+                if stop > end:
+                    stop = end
                 shift = (r.block_ids[cell] - cell) * page
                 runs.append(range(first + shift, stop + shift))
                 first = stop

@@ -7,8 +7,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from specmla.errors import ArgumentError
 from specmla.mask import MAX_TREE_NODES, DraftMask, tree_bits
 from specmla.metadata import RequestKind, RequestRows
@@ -28,45 +26,33 @@ class RowLimits:
     num_pages: int
     max_seq_len: int
 
-    def batch_problems(self, requests: Sequence[RequestRows], mask: DraftMask) -> list[str]:
+    def are_plain(self, requests: Sequence[RequestRows]) -> bool:
+        """Tell the common step at a glance: short chains, nothing wrong but page ids, maybe."""
+        if not requests:
+            return True
+        kinds, query_lens, seq_lens, block_ids, parents, starts = zip(*requests, strict=True)
+        count, page = len(requests), self.page_size
+        return (
+            kinds.count(RequestKind.VERIFY) == count
+            and parents.count(None) == count
+            and starts.count(0) == count
+            and min(query_lens) >= 0
+            and max(query_lens) <= MAX_TREE_NODES
+            and max(seq_lens) <= self.max_seq_len
+            and all(map(operator.le, query_lens, seq_lens))
+            and all(
+                type(ids) is array and ids.typecode == "i" and len(ids) * page >= length
+                for ids, length in zip(block_ids, seq_lens, strict=True)
+            )
+        )
+
+    def problems(self, requests: Sequence[RequestRows], mask: DraftMask) -> list[str]:
         """List every reason why these requests can't be a step."""
-        if self._are_plain(requests) and self._have_pages(requests):
-            return []
         return [
             f"request {i}: {text}"
             for i, r in enumerate(requests)
             for text in self._problems(r, mask)
         ]
-
-    def _are_plain(self, requests: Sequence[RequestRows]) -> bool:
-        """Tell the common step at a glance: short chains, nothing wrong but page ids, maybe."""
-        if not requests:
-            return True
-        kinds, query_lens, seq_lens, block_ids, parents, starts = zip(*requests, strict=True)
-        page = self.page_size
-        return (
-            kinds.count(RequestKind.VERIFY) == len(requests)
-            and parents.count(None) == len(requests)
-            and starts.count(0) == len(requests)
-            and min(query_lens) >= 0
-            and max(query_lens) <= MAX_TREE_NODES
-            and max(seq_lens) <= self.max_seq_len
-            and all(map(operator.le, query_lens, seq_lens))
-            and all(-(-n // page) <= len(ids) for n, ids in zip(seq_lens, block_ids, strict=True))
-        )
-
-    def _have_pages(self, requests: Sequence[RequestRows]) -> bool:
-        """Check the ids of all requests in one pass: one by one they would cost the step most."""
-        used, page = array("i"), self.page_size
-        try:
-            for r in requests:
-                used.extend(r.block_ids[: -(-r.seq_len // page)])
-        except (OverflowError, TypeError):  # an id that is no int32: let the detailed check say so
-            return False
-        if not used:
-            return True
-        low, high = torch.frombuffer(used, dtype=torch.int32).aminmax()
-        return int(low) >= 0 and int(high) < self.num_pages
 
     def _problems(self, r: RequestRows, mask: DraftMask) -> list[str]:
         found = []

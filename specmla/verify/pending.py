@@ -62,12 +62,12 @@ def _drafts_of(
 ) -> Iterable[tuple[int, int]]:
     """Give each request's draft count and where its drafts start in the flattened tokens."""
     if proposal is None:
-        return ((0, 0) for _ in states)
+        return [(0, 0)] * len(states)
     width = proposal.tokens.shape[1]
     starts = [i * width for i in range(len(proposal.counts))]
     given = zip(proposal.counts, starts, strict=True)
     drafts = dict(zip(proposal.request_ids, given, strict=True))
-    return (drafts.get(state.request_id, (0, 0)) for state in states)
+    return [drafts.get(state.request_id, (0, 0)) for state in states]
 
 
 def new_rows(r: PlannedRequest, block_ids: Sequence[int]) -> RequestRows:

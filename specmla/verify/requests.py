@@ -81,17 +81,12 @@ class RequestState:
         The first stop token ends the run and is itself emitted; what follows it is dropped, bonus
         included.
         """
-        kept = tuple(candidates[: self.budget])
-        stop = self._first_stop(kept)
-        if stop is not None:
-            kept = kept[: stop + 1]
+        room, stops = self.budget, self.sampling.stop_token_ids
+        kept = tuple(candidates[:room])
+        reason = "length" if len(kept) == room else None
+        if stops:
+            stop = next((i for i, token in enumerate(kept) if token in stops), None)
+            if stop is not None:
+                kept, reason = kept[: stop + 1], "stop"
         self.tokens.extend(kept)
-        if stop is not None:
-            return kept, "stop"
-        return kept, None if self.budget else "length"
-
-    def _first_stop(self, tokens: Sequence[int]) -> int | None:
-        stops = self.sampling.stop_token_ids
-        if not stops:
-            return None
-        return next((i for i, token in enumerate(tokens) if token in stops), None)
+        return kept, reason
