@@ -176,6 +176,11 @@ def schedule_kernel(
     piece = tl.where(whole, longest, piece)
     even = roomy & (whole | (piece <= length))
     pieces = tl.maximum(tl.cdiv(blocks, tl.maximum(piece, 1)), 1)
+    # Equal jobs, several to a program: none is cut where that saves less than it costs.
+    equal = tl.max(tl.where(tiles > 0, cost, 0))
+    packed = tl.cdiv(length, tl.maximum(equal, 1)) * equal
+    is_equal = tl.min(tl.where(tiles > 0, cost, 2147483647)) == equal
+    length = tl.where(is_equal & (packed <= length + length // 32 + MERGE_COST), packed, length)
     length = tl.where(even, 1, length)
     cost = tl.where(even, pieces, cost)
 

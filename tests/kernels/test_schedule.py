@@ -164,3 +164,11 @@ def test_batch_invariant_pieces_start_at_multiples(seed: int) -> None:
     for request, _, begin, end, _ in pieces:
         assert begin % run == 0
         assert end == min(begin + run, plan.blocks(request))
+
+
+@pytest.mark.parametrize(("count", "keys"), [(32, 1024), (32, 8192), (128, 1024)])
+def test_equal_jobs_that_nearly_fit_are_not_cut(count: int, keys: int) -> None:
+    query_len = 4 if count == 32 else 1
+    plan = make_plan([query_len] * count, [keys] * count, 128, 132)
+    check(plan)
+    assert plan.merges == []

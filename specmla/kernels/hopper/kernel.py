@@ -39,6 +39,14 @@ def stage_barriers():
     return bars
 
 
+@gluon.jit
+def stage_barriers_of_columns():
+    """Allocate the barriers of each 64 columns: left half, right half, rope."""
+    left = (stage_barriers(), stage_barriers(), stage_barriers(), stage_barriers())
+    right = (stage_barriers(), stage_barriers(), stage_barriers(), stage_barriers())
+    return left + right + (stage_barriers(),)
+
+
 # Step tables are slices of one buffer: their alignment and width differ from step to step, and a
 # specialised kernel would be compiled anew for each.
 @gluon.jit(
@@ -89,7 +97,7 @@ def hopper_kernel(
     weights = gl.allocate_shared_memory(dtype, [1, BLOCK, BLOCK], TILE)
     maxima = gl.allocate_shared_memory(gl.float32, [2, BLOCK], PLAIN)
     sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK], PLAIN)
-    full = (stage_barriers(), stage_barriers(), stage_barriers())
+    full = stage_barriers_of_columns()
     free = (stage_barriers(), stage_barriers(), stage_barriers())
     weights_ready = (one_barrier(), one_barrier())
     queries_ready = (one_barrier(), one_barrier())

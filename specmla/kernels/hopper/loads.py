@@ -36,8 +36,10 @@ def load_partition(
     SLICES: gl.constexpr = 64 // LINES
     descriptor, block_table_ptr, stride_table = cache
     k_left, k_right, k_rope = keys_shared
-    left = view(k_left, [8 * SLICES, 1, LINES, 64], COPY)
-    right = view(k_right, [8 * SLICES, 1, LINES, 64], COPY)
+    halves = (
+        view(k_left, [8 * SLICES, 1, LINES, 64], COPY),
+        view(k_right, [8 * SLICES, 1, LINES, 64], COPY),
+    )
     rope = view(k_rope, [2 * SLICES, 1, LINES, 64], COPY)
     at, more = first_piece(walk)
     it = 0
@@ -62,20 +64,16 @@ def load_partition(
                 page3 = page_at(table, b * BLOCK + 3 * LINES, keys, G)
             pages = (page0, page1, page2, page3)
             wait(free[0].index(stage), phase)
-            expect(full[0].index(stage), 64 * 64 * 2)
+            expect(full[8].index(stage), 64 * 64 * 2)
             for i in gl.static_range(SLICES):
                 to = rope.index(stage * SLICES + i)
-                tma_load(descriptor, [pages[i], row, 512], full[0].index(stage), to)
-            wait(free[1].index(stage), phase)
-            expect(full[1].index(stage), 64 * 256 * 2)
-            for c in gl.static_range(4):
-                for i in gl.static_range(SLICES):
-                    to = left.index((stage * 4 + c) * SLICES + i)
-                    tma_load(descriptor, [pages[i], row, c * 64], full[1].index(stage), to)
-            wait(free[2].index(stage), phase)
-            expect(full[2].index(stage), 64 * 256 * 2)
-            for c in gl.static_range(4):
-                for i in gl.static_range(SLICES):
-                    to = right.index((stage * 4 + c) * SLICES + i)
-                    tma_load(descriptor, [pages[i], row, 256 + c * 64], full[2].index(stage), to)
+                tma_load(descriptor, [pages[i], row, 512], full[8].index(stage), to)
+            for half in gl.static_range(2):
+                wait(free[1 + half].index(stage), phase)
+                for c in gl.static_range(4):
+                    bar = full[half * 4 + c].index(stage)
+                    expect(bar, 64 * 64 * 2)
+                    for i in gl.static_range(SLICES):
+                        to = halves[half].index((stage * 4 + c) * SLICES + i)
+                        tma_load(descriptor, [pages[i], row, half * 256 + c * 64], bar, to)
         at, more = next_piece(walk, at, H, RUN)

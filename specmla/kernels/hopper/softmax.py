@@ -9,27 +9,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from specmla.kernels.gluon_api import wait
-from specmla.kernels.hopper.layouts import BLOCK, S_LAYOUT
+from specmla.kernels.gluon_api import view, wait
+from specmla.kernels.hopper.layouts import BLOCK, S_LAYOUT, TILE
 
 
 @gluon.jit
 def score(queries, keys, full, stage, phase, zero):
-    """Scores [64, 64] of a stage, each part as soon as it has landed.
+    """Scores [64, 64] of a stage, each 64 columns as soon as they have landed.
 
     `zero` is 0, which the compiler must not know: it would keep the queries' matrix descriptors
     in registers over the whole loop.
     """
-    q_left, q_right, q_rope = queries[0].index(zero), queries[1].index(zero), queries[2].index(zero)
     k_left, k_right, k_rope = keys
+    columns = (view(k_left, [8, BLOCK, 64], TILE), view(k_right, [8, BLOCK, 64], TILE))
     s = gl.zeros([BLOCK, BLOCK], gl.float32, S_LAYOUT)
-    wait(full[0].index(stage), phase)
+    wait(full[8].index(stage), phase)
     k = k_rope.index(stage).permute((1, 0))
-    s = warpgroup_mma(q_rope, k, s, use_acc=False, is_async=True)
-    wait(full[1].index(stage), phase)
-    s = warpgroup_mma(q_left, k_left.index(stage).permute((1, 0)), s, is_async=True)
-    wait(full[2].index(stage), phase)
-    s = warpgroup_mma(q_right, k_right.index(stage).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(queries[2].index(zero), k, s, use_acc=False, is_async=True)
+    for half in gl.static_range(2):
+        q = view(queries[half], [4, BLOCK, 64], TILE)
+        for c in gl.static_range(4):
+            wait(full[half * 4 + c].index(stage), phase)
+            k = columns[half].index(stage * 4 + c).permute((1, 0))
+            s = warpgroup_mma(q.index(zero + c), k, s, is_async=True)
     return warpgroup_mma_wait(0, deps=[s])
 
 
