@@ -47,7 +47,7 @@ def left_partition(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr = target
     latent_ptr, rope_ptr, stride_latent_t, stride_latent_h, stride_rope_t, stride_rope_h = query
     q_left, _q_right, q_rope = queries
-    k_left, _k_right, _k_rope = keys_shared
+    k_left, _k_right, k_rope = keys_shared
     weights, maxima, sums = exchange
     at, more = first_piece(walk)
     it = 0
@@ -101,9 +101,10 @@ def left_partition(
                 if (b + 2) * BLOCK > keys:
                     clear_tail(k_left.index(stage), keys - (b + 1) * BLOCK)
                 acc = scale_rows(acc, shrink)
-                other = weights.index(it >> 24)
+                other = k_rope.index(stage)
                 acc = warpgroup_mma(other, k_left.index(stage), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[acc])
+                arrive(free[0].index(stage))
                 arrive(free[1].index(stage))
 
         # The merge may be launched as soon as programs end; it waits for all of them itself.

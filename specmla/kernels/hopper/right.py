@@ -37,7 +37,7 @@ def right_partition(
     out_ptr, _lse_ptr, part_ptr, _part_lse_ptr = target
     latent_ptr, _rope_ptr, stride_latent_t, stride_latent_h, _stride_rope_t, _stride_rope_h = query
     _q_left, q_right, _q_rope = queries
-    k_left, k_right, _k_rope = keys_shared
+    k_left, k_right, k_rope = keys_shared
     weights, maxima, sums = exchange
     at, more = first_piece(walk)
     it = 0
@@ -60,7 +60,6 @@ def right_partition(
             other = (it + 1) % 2
             s = score(queries, keys_shared, full, other, (it + 1) // 2 & 1, it >> 24)
             it += 2
-            arrive(free[0].index(other))
             wait(weights_ready[0], firsts & 1)
             firsts += 1
             first_max = maxima.index(0).load(S_ROWS)
@@ -75,11 +74,13 @@ def right_partition(
             shrink = gl.exp2(first_max - new_max)
             row_sum = scale_rows(row_sum, shrink) + fold(p)
             row_max = new_max
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            weights.index(it >> 24).store(p16)
+            # The rope part of this block has served and is as large as its weights. Stored before
+            # the product is awaited, or the compiler moves the exponentials behind the wait.
+            k_rope.index(other).store(p16)
             maxima.index(1).store(new_max)
             fence_async_shared()
             arrive(weights_ready[1])
+            acc = warpgroup_mma_wait(0, deps=[acc])
             arrive(free[2].index(stage))
             if (b + 2) * BLOCK > keys:
                 clear_tail(k_right.index(other), keys - (b + 1) * BLOCK)
