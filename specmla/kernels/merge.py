@@ -17,11 +17,11 @@ from triton.language.extra import cuda
 FLOOR = gl.constexpr(-1.0e30)
 LN_2 = gl.constexpr(0.6931471805599453)
 FIELDS = gl.constexpr(8)
-WARPS = 8
-ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [2, 1, 8, 2], [8, 1, 1, 1], [3, 2, 1, 0]))
-FOUR = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 2, 8, 2], [4, 2, 1, 1], [3, 2, 1, 0]))
-MANY = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 2, 8, 2], [1, 8, 1, 1], [3, 2, 1, 0]))
-"""Of values [pieces, groups, 8, 8], for so many groups: each thread loads 8 times 16 bytes."""
+WARPS = 4
+FEW = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 2, 8, 2], [1, 4, 1, 1], [3, 2, 1, 0]))
+SOME = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 2, 8, 2], [2, 2, 1, 1], [3, 2, 1, 0]))
+MANY = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [2, 1, 8, 2], [4, 1, 1, 1], [3, 2, 1, 0]))
+"""Of values [pieces, groups, 8, 8], by the number of pieces: a thread loads 8 times 16 bytes."""
 
 
 @gluon.jit
@@ -119,18 +119,18 @@ def merge_kernel(
         # Every program waits, idle ones too: whoever follows takes the end of this kernel for the
         # end of that one.
         cuda.gdc_wait()
-    # Few tiles have many pieces each, and the other way round: 128 in all, about.
     for tile in range(begin, count, lanes):
-        if count <= 1:
-            for item in range(member, 512, members):
-                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 1, 128, ONE)
-        elif count <= 4:
-            for item in range(member, 128, members):
-                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 4, 32, FOUR)
-        elif count <= 16:
+        pieces = record[3]
+        if pieces <= 4:
             for item in range(member, 32, members):
-                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 16, 8, MANY)
+                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 16, 4, FEW)
+        elif pieces <= 8:
+            for item in range(member, 64, members):
+                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 8, 8, FEW)
+        elif pieces <= 16:
+            for item in range(member, 128, members):
+                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 4, 16, SOME)
         else:
-            for item in range(member, 16, members):
-                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 32, 4, MANY)
+            for item in range(member, 512, members):
+                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 1, 64, MANY)
         record = read_record(merge_ptr, tile + lanes, count)

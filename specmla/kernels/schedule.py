@@ -38,6 +38,7 @@ def schedule_width(
     program_ptr,
     entry_ptr,
     merge_ptr,
+    table,
     requests,
     jobs,
     cost,
@@ -49,6 +50,7 @@ def schedule_width(
     H: tl.constexpr,
     FIXED: tl.constexpr,
     RUN: tl.constexpr,
+    G: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """Write the records of the jobs of one width; gives the state for the next one."""
@@ -104,6 +106,16 @@ def schedule_width(
         value = tl.load(source + field, mask=mine & live, other=0)
         tl.store(record + 8 + field, value, mask=mine)
 
+    table_ptr, stride_table = table
+    request = tl.load(source + 3, mask=mine & live, other=0).to(tl.int64)
+    keys = tl.load(source + 2, mask=mine & live, other=0)
+    for block in tl.static_range(2):
+        key = (start_b + block) * BLOCK_KEYS
+        key = tl.where(key < keys, key, start_b * BLOCK_KEYS)
+        cell = table_ptr + request * stride_table + key // G
+        page = tl.load(cell, mask=mine & live & (key < keys), other=0)
+        tl.store(record + 14 + block, page, mask=mine)
+
     if RUN == 0:
         source = entry_ptr + stop_e * ENTRY_FIELDS
         stop_cost = tl.load(source + 7, mask=mine & (stop_b > 0), other=0)
@@ -129,8 +141,8 @@ def schedule_width(
 
 
 @triton.jit(
-    do_not_specialize=["num_requests"],
-    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr"],
+    do_not_specialize=["stride_table", "num_requests"],
+    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "block_table_ptr"],
 )
 def schedule_kernel(
     query_start_ptr,  # [B + 1] int32
@@ -138,6 +150,8 @@ def schedule_kernel(
     program_ptr,  # [P, PROGRAM_FIELDS] int32, out
     entry_ptr,  # [3 * B + 1, ENTRY_FIELDS] int32, out
     merge_ptr,  # [1 + tiles, MERGE_FIELDS] int32, out; the first record holds the count
+    block_table_ptr,  # [B, M] int32
+    stride_table,
     num_requests,
     H: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -145,6 +159,7 @@ def schedule_kernel(
     MIN_BLOCKS: tl.constexpr,
     MERGE_COST: tl.constexpr,
     RUN: tl.constexpr,
+    G: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -186,10 +201,12 @@ def schedule_kernel(
 
     state = (0, 0, 0)
     requests = (first_row, num_rows, num_keys)
+    table = (block_table_ptr, stride_table)
     state = schedule_width(
         program_ptr,
         entry_ptr,
         merge_ptr,
+        table,
         requests,
         num4,
         cost,
@@ -201,12 +218,14 @@ def schedule_kernel(
         H,
         FIXED,
         RUN,
+        G,
         BLOCK_P,
     )
     state = schedule_width(
         program_ptr,
         entry_ptr,
         merge_ptr,
+        table,
         requests,
         num2,
         cost,
@@ -218,12 +237,14 @@ def schedule_kernel(
         H,
         FIXED,
         RUN,
+        G,
         BLOCK_P,
     )
     state = schedule_width(
         program_ptr,
         entry_ptr,
         merge_ptr,
+        table,
         requests,
         num1,
         cost,
@@ -235,6 +256,7 @@ def schedule_kernel(
         H,
         FIXED,
         RUN,
+        G,
         BLOCK_P,
     )
     begin_program, _, merges = state

@@ -16,7 +16,8 @@ SEARCH = tl.constexpr(32)
 
 PROGRAM_FIELDS = tl.constexpr(16)
 """Ints of a program's record: entry, job, block of its start; the same of its end; lane, width;
-first row, rows, keys, request and slot base of the first entry; live."""
+first row, rows, keys, request and slot base of the first entry; live; the pages of its first two
+blocks, so that the first copy does not wait for the table."""
 
 ENTRY_FIELDS = tl.constexpr(8)
 """Ints of an entry: first row, rows, keys, request, slot base, position, jobs, cost."""

@@ -41,12 +41,19 @@ def make_plan(
     query_lens: list[int], seq_lens: list[int], heads: int, programs: int, run: int = 0
 ) -> Plan:
     tiles = sum(-(-q * heads // 64) for q in query_lens)
+    page_size = 64 if heads != 40 else 16
+    cells = max(1, -(-max(seq_lens) // page_size))
+    table = torch.arange(len(query_lens) * cells, dtype=torch.int32).view(-1, cells) * 3 + 1
+    for request, keys in enumerate(seq_lens):
+        table[request, -(-keys // page_size) :] = 2**31 - 1
     shapes = ((programs, 16), (3 * len(query_lens) + 1, 8), (1 + max(programs, tiles), 8))
     records = [torch.full(shape, -7, dtype=torch.int32, device=DEVICE) for shape in shapes]
     schedule_kernel[(1,)](
         torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=DEVICE),
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
         *records,
+        table.to(DEVICE),
+        table.stride(0),
         len(query_lens),
         H=heads,
         PROGRAMS=programs,
@@ -54,11 +61,26 @@ def make_plan(
         MIN_BLOCKS=2,
         MERGE_COST=5,
         RUN=run,
+        G=page_size,
         BLOCK_B=triton.next_power_of_2(len(query_lens)),
         BLOCK_P=triton.next_power_of_2(programs),
     )
     program, entry, merge = (r.tolist() for r in records)
+    for record in program:
+        check_pages(record, seq_lens, table, page_size)
     return Plan(query_lens, seq_lens, heads, run, program, entry, merge[1 : 1 + merge[0][0]])
+
+
+def check_pages(
+    record: list[int], seq_lens: list[int], table: torch.Tensor, page_size: int
+) -> None:
+    """Assert that a program's record holds the pages of the first two blocks it attends."""
+    if record[13] <= 0 or not record[10]:
+        return
+    request, block, keys = record[11], record[2], seq_lens[record[11]]
+    second = block + 1 if (block + 1) * 64 < keys else block
+    expected = [int(table[request, b * 64 // page_size]) for b in (block, second)]
+    assert record[14:16] == expected
 
 
 def pieces_of(plan: Plan, program: int) -> list[tuple[int, int, int, int, int]]:

@@ -58,6 +58,7 @@ def stage_barriers_of_columns():
         "tree_bits_ptr",
         "program_ptr",
         "entry_ptr",
+        "merge_ptr",
     ],
 )
 def hopper_kernel(
@@ -74,6 +75,7 @@ def hopper_kernel(
     tree_bits_ptr,
     program_ptr,
     entry_ptr,
+    merge_ptr,
     scale_log2,
     stride_table,
     stride_latent_t,
@@ -119,7 +121,7 @@ def hopper_kernel(
     walk = (program_ptr, entry_ptr)
     shared = (queries, keys, exchange, full, free, signal)
     attend = (target, query, tables, walk, scale_log2)
-    cache = (descriptor, block_table_ptr, stride_table)
+    cache = (descriptor, block_table_ptr, stride_table, merge_ptr)
     fence_async_shared()
     gl.warp_specialize(
         [

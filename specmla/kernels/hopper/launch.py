@@ -14,7 +14,7 @@ from specmla.kernels.merge import WARPS, merge_kernel
 from specmla.kernels.prims import LOG2_E
 from specmla.metadata import VerifyPart
 
-MERGE_PROGRAMS_PER_SM = 4
+MERGE_PROGRAMS_PER_SM = 8
 REGISTERS = 168
 """Registers a thread at launch; the partitions redistribute them."""
 
@@ -69,6 +69,7 @@ def hopper_attention(
         unused if part.tree_bits is None else part.tree_bits,
         plan.program,
         plan.entry,
+        plan.merge,
         softmax_scale * LOG2_E,
         part.block_table.stride(0),
         *q_latent.stride()[:2],

@@ -21,6 +21,28 @@ def page_at(table, key, keys, G: gl.constexpr):
 
 
 @gluon.jit
+def fetch_to_cache(address):
+    """Ask L2 for a line that the merge, which follows, would wait for."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [address],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def page_cell(in_record, table, block, count, keys, G: gl.constexpr):
+    """Where the page of a piece's first or second block stands: in the record for the first piece.
+
+    A request without keys has no cell; what its record holds is never used.
+    """
+    return gl.where((count == 0) | (keys <= 0), in_record, table + block * BLOCK // G)
+
+
+@gluon.jit
 def load_partition(
     cache,
     walk,
@@ -34,26 +56,32 @@ def load_partition(
     """Bring the stages in: rope, left and right part of 64 keys, by copies of 64 columns."""
     LINES: gl.constexpr = 64 if G % 64 == 0 else G
     SLICES: gl.constexpr = 64 // LINES
-    descriptor, block_table_ptr, stride_table = cache
+    descriptor, block_table_ptr, stride_table, merge_ptr = cache
     k_left, k_right, k_rope = keys_shared
     halves = (
         view(k_left, [8 * SLICES, 1, LINES, 64], COPY),
         view(k_right, [8 * SLICES, 1, LINES, 64], COPY),
     )
     rope = view(k_rope, [2 * SLICES, 1, LINES, 64], COPY)
+    fetch_to_cache(merge_ptr + gl.program_id(0) * 8)
     at, more = first_piece(walk)
     it = 0
     while more:
         _first_row, _rows, keys, request, _tile, end, _slot = read_piece(walk, at, H, RUN)
         table = block_table_ptr + request.to(gl.int64) * stride_table
-        ahead = page_at(table, at[2] * BLOCK, keys, G)
+        # The record holds the pages of the first two blocks: a copy needn't wait for the table.
+        record = walk[0] + gl.program_id(0) * 16
+        ahead = gl.load(page_cell(record + 14, table, at[2], at[3], keys, G))
+        next_block = gl.minimum(at[2] + 1, gl.maximum((keys - 1) // BLOCK, 0))
+        later = gl.load(page_cell(record + 15, table, next_block, at[3], keys, G))
         for b in range(at[2], end):
             stage = it % 2
             phase = (it // 2 & 1) ^ 1
             it += 1
             row = b * BLOCK % G
             page0 = ahead
-            ahead = page_at(table, gl.minimum(b + 1, end - 1) * BLOCK, keys, G)
+            ahead = later
+            later = page_at(table, gl.minimum(b + 2, end - 1) * BLOCK, keys, G)
             page1 = page0
             page2 = page0
             page3 = page0
