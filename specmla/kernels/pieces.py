@@ -27,11 +27,9 @@ from specmla.kernels.plan import (
 
 FIELDS = tl.constexpr(PIECE_FIELDS)
 """Ints of a record. Of a piece: request (-1: nothing to do), tile, piece of the tile, steps of each
-of its pieces, scratch slot (-1: write the result), first row, rows and keys of the request. Of a cut
-tile: first slot, slot step, pieces, first packed row, packed rows; before those, their number and
-the most pieces."""
-
-LARGEST = tl.constexpr(2147483647)
+of its pieces, scratch slot (-1: write the result), first row, rows and keys of the request. Of a
+cut tile: first slot, slot step, pieces, first packed row, rows; before those, their number and the
+most pieces."""
 
 
 @triton.jit
@@ -71,8 +69,7 @@ def launch_order(count, run, CLASSES: tl.constexpr):
     k = tl.arange(0, CLASSES)
     mine = rank[None, :] == k[:, None]
     held = tl.where(mine, count[None, :], 0)
-    size = tl.sum(held, 1)
-    before = tl.cumsum(size, 0) - size
+    before = tl.cumsum(tl.sum(held, 1), 0) - tl.sum(held, 1)
     return tl.sum(tl.where(mine, tl.cumsum(held, 1) + before[:, None], 0), 0) - count
 
 
@@ -97,8 +94,7 @@ def balanced_limit(
     waves = tl.maximum(tl.cdiv(tl.sum(tiles), RESIDENT), 1) + i - 1
     targets = tl.where((i > 0) & (i <= max_waves), waves * RESIDENT, -1)
     limits = shortest_limits(blocks, tiles, targets, scratch_slots, LEAST_RUN)
-    best = LEAST_RUN
-    least_cost = LARGEST
+    best, least_cost = LEAST_RUN, 2147483647
     for k in range(4):
         limit = tl.sum(tl.where(i == k, limits, 0))
         pieces, run = even_cut(blocks, limit)
@@ -124,36 +120,37 @@ def write_records(
 ):
     """Write the records of all pieces and of all cut tiles; `run` is in steps."""
     tiles, first_row, num_rows, num_keys = requests
-    request = tl.arange(0, start.shape[0])
     cut_tiles = tl.where(pieces > 1, tiles, 0)
     first_slot = tl.cumsum(cut_tiles * pieces, 0) - cut_tiles * pieces
     first_merge = tl.cumsum(cut_tiles, 0) - cut_tiles + 1
-    count = tiles * pieces
-    wide = tl.maximum(tiles, 1)
-    for begin in range(0, tl.max(count), WIDTH):
-        i = begin + tl.arange(0, WIDTH)[None, :]
-        keep = i < count[:, None]
-        tile, piece = i % wide[:, None], i // wide[:, None]
-        is_cut = keep & (cut_tiles > 0)[:, None]
-        to = piece_ptr + (start[:, None] + i) * FIELDS
-        tl.store(to, request[:, None] + i * 0, mask=keep)
-        tl.store(to + 1, tile, mask=keep)
-        tl.store(to + 2, piece, mask=keep)
-        tl.store(to + 3, run[:, None] + i * 0, mask=keep)
-        tl.store(to + 4, tl.where(is_cut, first_slot[:, None] + i, -1), mask=keep)
-        tl.store(to + 5, first_row[:, None] + i * 0, mask=keep)
-        tl.store(to + 6, num_rows[:, None] + i * 0, mask=keep)
-        tl.store(to + 7, num_keys[:, None] + i * 0, mask=keep)
-        listed = is_cut & (piece == 0)
-        height = tl.minimum((num_rows * H)[:, None] - tile * BLOCK_M, BLOCK_M)
-        to = merge_ptr + (first_merge[:, None] + tile) * FIELDS
-        tl.store(to, first_slot[:, None] + tile, mask=listed)
-        tl.store(to + 1, wide[:, None] + i * 0, mask=listed)
-        tl.store(to + 2, pieces[:, None] + i * 0, mask=listed)
-        tl.store(to + 3, (first_row * H)[:, None] + tile * BLOCK_M, mask=listed)
-        tl.store(to + 4, height, mask=listed)
     tl.store(merge_ptr, tl.sum(cut_tiles))
     tl.store(merge_ptr + 1, tl.max(tl.where(tiles > 0, pieces, 1)))
+    # Expanded before the loop: see NOTES.md, "Compilers".
+    request, wide = tl.arange(0, start.shape[0])[:, None], tl.maximum(tiles, 1)[:, None]
+    count, cut, slot = (tiles * pieces)[:, None], cut_tiles[:, None], first_slot[:, None]
+    piece_at = piece_ptr + (start * FIELDS)[:, None]
+    merge_at = merge_ptr + (first_merge * FIELDS)[:, None]
+    parts, run, row = pieces[:, None], run[:, None], first_row[:, None]
+    rows, keys = num_rows[:, None], num_keys[:, None]
+    for begin in range(0, tl.max(tiles * pieces), WIDTH):
+        i = begin + tl.arange(0, WIDTH)[None, :]
+        keep, tile, piece = i < count, i % wide, i // wide
+        to = piece_at + i * FIELDS
+        tl.store(to, request + i * 0, mask=keep)
+        tl.store(to + 1, tile, mask=keep)
+        tl.store(to + 2, piece, mask=keep)
+        tl.store(to + 3, run + i * 0, mask=keep)
+        tl.store(to + 4, tl.where(cut > 0, slot + i, -1), mask=keep)
+        tl.store(to + 5, row + i * 0, mask=keep)
+        tl.store(to + 6, rows + i * 0, mask=keep)
+        tl.store(to + 7, keys + i * 0, mask=keep)
+        listed = i < cut  # the first piece of each tile that was cut
+        to = merge_at + i * FIELDS
+        tl.store(to, slot + i, mask=listed)
+        tl.store(to + 1, wide + i * 0, mask=listed)
+        tl.store(to + 2, parts + i * 0, mask=listed)
+        tl.store(to + 3, row * H + i * BLOCK_M, mask=listed)
+        tl.store(to + 4, tl.minimum(rows * H - i * BLOCK_M, BLOCK_M), mask=listed)
 
 
 @triton.jit(
@@ -174,7 +171,7 @@ def pieces_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     RESIDENT: tl.constexpr,  # programs that run at once
-    FIXED: tl.constexpr,
+    FIXED: tl.constexpr,  # cost of a piece besides its steps
     LEAST_RUN: tl.constexpr,
     RUN: tl.constexpr,  # steps of every piece, 0: no such rule
     PIECES: tl.constexpr,  # pieces of every tile, 0: no such rule
@@ -186,8 +183,7 @@ def pieces_kernel(
     r = tl.arange(0, BLOCK_B)
     held = r < num_requests
     if query_start_ptr is None:
-        first_row = tl.minimum(r, num_rows)
-        last_row = tl.minimum(r + 1, num_rows)
+        first_row, last_row = tl.minimum(r, num_rows), tl.minimum(r + 1, num_rows)
     else:
         first_row = tl.load(query_start_ptr + r, mask=r <= num_requests, other=num_rows)
         last_row = tl.load(query_start_ptr + r + 1, mask=held, other=num_rows)
@@ -214,6 +210,13 @@ def pieces_kernel(
         tl.store(piece_ptr + p * FIELDS, -1, mask=p < num_programs)
 
 
+def lane_options(lanes: int) -> dict[str, int]:
+    """Give the launch options for so many requests, the one of nobody's rows included."""
+    classes, width = 8 if lanes <= 512 else 4, max(1, 256 // lanes)
+    num_warps = 4 if lanes <= 16 else 8 if lanes <= 128 else 16
+    return {"CLASSES": classes, "BLOCK_B": lanes, "WIDTH": width, "num_warps": num_warps}
+
+
 def fill_plan(plan: PiecePlan, query_start: Tensor | None, seq_lens: Tensor) -> None:
     """Write a plan's records for the live rows and lengths; nothing is read back.
 
@@ -224,7 +227,6 @@ def fill_plan(plan: PiecePlan, query_start: Tensor | None, seq_lens: Tensor) -> 
     """
     shape, entry = plan.shape, plan.entry
     resident = num_resident(entry, seq_lens.device)
-    lanes = triton.next_power_of_2(shape.requests + 1)
     pieces_kernel[(1,)](
         query_start,
         seq_lens,
@@ -243,9 +245,6 @@ def fill_plan(plan: PiecePlan, query_start: Tensor | None, seq_lens: Tensor) -> 
         LEAST_RUN=LEAST_RUN,
         RUN=(plan.rule.piece_keys or 0) // entry.block_n,
         PIECES=plan.rule.num_splits or 0,
-        CLASSES=min(16, max(1, 8192 // lanes)),
-        BLOCK_B=lanes,
-        WIDTH=max(1, 512 // lanes),
-        num_warps=4 if lanes <= 16 else 8 if lanes <= 1024 else 16,
+        **lane_options(triton.next_power_of_2(shape.requests + 1)),
         enable_fp_fusion=FP_FUSION,
     )

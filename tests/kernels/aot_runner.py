@@ -27,7 +27,7 @@ from specmla.kernels import gather, move, store
 from specmla.kernels.combine import COLUMN_CHUNK, FEW_PIECES, PIECE_CHUNK, combine_kernel
 from specmla.kernels.launch import FP_FUSION, LaunchEntry, launch_table
 from specmla.kernels.packed import packed_kernel
-from specmla.kernels.pieces import pieces_kernel
+from specmla.kernels.pieces import lane_options, pieces_kernel
 from specmla.kernels.plan import LEAST_RUN, PIECE_STEPS
 from specmla.kernels.prefill import key_parts, prefill_kernel, value_pad
 from specmla.kernels.rows import rows_kernel
@@ -125,17 +125,14 @@ def combine_jobs(arch: str) -> list[Job]:
 def plan_jobs(arch: str) -> list[Job]:
     """The plan of few and of many requests, and by each rule."""
     jobs = []
-    for lanes, num_warps, run, pieces in (
-        (2, 1, 0, 0),
-        (64, 4, 0, 0),
-        (1024, 8, 0, 0),
-        (64, 4, 16, 0),
-        (64, 4, 0, 4),
-    ):
+    rules = [(0, 0), (16, 0), (0, 4)]
+    shapes = [(lanes, rules[0]) for lanes in (2, 256, 1024)] + [(64, rule) for rule in rules]
+    for lanes, (run, pieces) in shapes:
+        options = lane_options(lanes)
         constants: dict[str, Any] = {"H": 16, "BLOCK_M": 64, "BLOCK_N": 64, "RESIDENT": 132}
         constants |= {"FIXED": PIECE_STEPS, "LEAST_RUN": LEAST_RUN, "RUN": run, "PIECES": pieces}
-        constants |= {"CLASSES": min(16, 8192 // lanes), "BLOCK_B": lanes, "WIDTH": 1024 // lanes}
-        jobs.append(Job("pieces", arch, "fp32", constants, num_warps, 1))
+        num_warps = options.pop("num_warps")
+        jobs.append(Job("pieces", arch, "fp32", constants | options, num_warps, 1))
     return jobs
 
 

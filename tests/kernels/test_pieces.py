@@ -29,6 +29,7 @@ from specmla.kernels.plan import (
 )
 
 BALANCED = CutRule()
+CLASSES = 8
 WIDE = LaunchEntry(64, 64, 64, 8, 2)
 NARROW = LaunchEntry(16, 16, 32, 4, 3, programs_per_sm=2)
 
@@ -100,16 +101,11 @@ def even_cut(blocks: int, limit: int) -> tuple[int, int]:
     return max(1, -(-blocks // run)), run
 
 
-def classes_of(num_requests: int) -> int:
-    lanes = 1 << num_requests.bit_length()
-    return min(16, max(1, 8192 // lanes))
-
-
 def in_launch_order(cuts: list[tuple[int, int]], tiles: list[int], blocks: list[int]) -> list[int]:
     """Requests, the class of the longest pieces first."""
     runs = [min(run, b) for (_, run), b in zip(cuts, blocks, strict=True)]
-    kinds, longest = classes_of(len(tiles)), max([0, *runs])
-    return sorted(range(len(tiles)), key=lambda r: -(runs[r] * kinds // (longest + 1)))
+    longest = max([0, *runs])
+    return sorted(range(len(tiles)), key=lambda r: -(runs[r] * CLASSES // (longest + 1)))
 
 
 def best_limit(tiles: list[int], blocks: list[int], resident: int, plan: PiecePlan) -> int:
