@@ -27,8 +27,15 @@ def build(batch: Any, **options: Any) -> VerifyCase:
 
 
 @pytest.mark.timeout(600)
-def test_hostile_cases() -> None:
-    check_backend(HopperBackend(), device=CUDA).raise_if_failed()
+def test_hostile_cases(share: str) -> None:
+    check_backend(HopperBackend(), device=CUDA, only=share).raise_if_failed()
+
+
+@pytest.mark.parametrize("piece_keys", [128, 2048])
+@pytest.mark.parametrize("only", ["^rows|^windows", "^mask|^repeats", "^contexts|^long|^heads-12"])
+def test_batch_invariant_results(only: str, piece_keys: int) -> None:
+    made = HopperBackend(batch_invariant=True, piece_keys=piece_keys)
+    check_backend(made, device=CUDA, only=only).raise_if_failed()
 
 
 @pytest.mark.timeout(600)

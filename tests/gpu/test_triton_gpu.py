@@ -45,8 +45,8 @@ def check(case: VerifyCase, backend: AttentionBackend) -> AttentionOutput:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", [TritonBackend, RowsBackend])
-def test_hostile_cases(backend: type[AttentionBackend]) -> None:  # BL-03 among others
-    check_backend(backend(), device=CUDA).raise_if_failed()
+def test_hostile_cases(backend: type[AttentionBackend], share: str) -> None:  # BL-03 among others
+    check_backend(backend(), device=CUDA, only=share).raise_if_failed()
 
 
 @pytest.mark.parametrize("backend", [TritonBackend, RowsBackend])
