@@ -15,7 +15,7 @@ from specmla.metadata import VerifyPart
 
 TILE_ROWS = 64
 BLOCK_KEYS = 64
-FIXED_COST = 3
+FIXED_COST = 2
 """Cost of a piece in blocks of 64 keys: its queries, its output, its start."""
 MERGE_COST = 5
 """Blocks by which whole jobs may exceed cut ones before cutting and merging pays."""
