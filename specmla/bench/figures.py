@@ -82,20 +82,18 @@ def _step() -> str:
     ]
     return (
         f"**Host time of a step** (plan and commit, B = {row['requests']}, K = {row['drafts']}, "
-        f"{row['prompt_len']} cached tokens each; medians, aim 300 µs): {parts[0]} on the CPU "
-        f"machine below, planning for `triton`. Beside the H200, before a shortcut for steps of "
-        f"one draft length halved the plan: {parts[1]}. `python -m specmla.bench step`"
+        f"{row['prompt_len']} cached tokens each; medians, aim 300 µs): {parts[0]} on one "
+        f"thread of the CPU below, without the backend's own plan. Beside the H200, before tables "
+        f"and plan went out in one copy: {parts[1]}. `python -m specmla.bench step`"
     )
 
 
 def _loop() -> str:
     found = _load("pair_cpu")
     rows = []
-    plain: dict[tuple[int, float], float] = {}
     for row in found["rows"]:
-        base = plain.setdefault((row["batch"], row["temperature"]), row["tokens_per_s"])
         rates = " ".join(f"{rate:.2f}" for rate in row["acceptance_rate_per_position"]) or "-"
-        low, high = (speed / base for speed in row["tokens_per_s_range"])
+        low, high = row["speedup_range"]
         rows.append(
             [
                 row["drafter"],
@@ -108,7 +106,7 @@ def _loop() -> str:
                 f"{row['distinct_4gram_ratio']:.2f}",
                 f"{row['looping']} of {row['continuations']}",
                 f"{row['tokens_per_s']:.0f}",
-                f"{row['tokens_per_s'] / base:.2f}x ({low:.2f} to {high:.2f})",
+                f"{row['speedup']:.2f}x ({low:.2f} to {high:.2f})",
             ]
         )
     header = ["drafter", "T", "at once", "tokens_per_step", "mean_acceptance_length"]
@@ -120,24 +118,24 @@ def _loop() -> str:
         f"thread of a CPU ({env['cpu']['name']}), {env['date'][:10]}. The prompts are our own; "
         "they were chosen so that greedy decoding neither ends at once nor, but for one, loops. "
         "Looping continuations (fewer than half of their 4-grams distinct) are left out of the "
-        "acceptance figures, not of the speed. Speeds are medians of the repeats, with the range. "
-        "Verifying five rows costs a CPU more than one, so the gain shrinks with the batch and is "
-        "gone at temperature 1.\n\n"
-        + _table([*header], rows)
-        + "\n\n`python examples/pair.py --repeats 3`"
+        "acceptance figures, not of the speed. Drafters take turns; speeds and gains are medians, "
+        "a gain against the plain run of its turn, with the range. Verifying five rows costs a CPU "
+        "more than one, so the gain shrinks with the batch, and at temperature 1 little is "
+        "left.\n\n" + _table([*header], rows) + "\n\n`python examples/pair.py --repeats 5`"
     )
 
 
 def _training() -> str:
     found = _load("pair_training")
-    target, name = found["target"], found["evaluation"]["chosen"]
+    target, drafts, name = found["target"], found["drafts"], found["evaluation"]["shipped"]
     draft = found["evaluation"]["drafts"][name]
     greedy, sampled = draft["greedy"], draft["temperature_1"]
     return (
-        f"**Training** ({found['environment']['device']}, {found['seconds']:.0f} s in all): target "
-        f"of size {target['size']} (layers x width x heads x MLP), "
-        f"{target['tokens_seen'] / 1e6:.0f} M tokens, held-out loss "
-        f"{target['held_out_loss']:.2f}; draft {name}. On {greedy['prompts']} prompts of modules "
+        f"**Training** ({found['environment']['device']}): target of size {target['size']} (layers "
+        f"x width x heads x MLP), {target['tokens_seen'] / 1e6:.0f} M tokens, held-out loss "
+        f"{target['held_out_loss']:.2f}, {found['seconds']:.0f} s with its first drafts; draft "
+        f"{name}, trained later against the same target, {drafts['tokens_seen'] / 1e6:.0f} M "
+        f"tokens, {found['draft_seconds']:.0f} s. On {greedy['prompts']} prompts of modules "
         f"never trained on, K = 4: {greedy['tokens_per_step']:.2f} tokens a step greedy "
         f"({greedy['looping_excluded']} looping continuations left out; "
         f"{greedy['with_loops']['tokens_per_step']:.2f} with them), "
