@@ -120,8 +120,8 @@ def _loop() -> str:
         "Looping continuations (fewer than half of their 4-grams distinct) are left out of the "
         "acceptance figures, not of the speed. Drafters take turns; speeds and gains are medians, "
         "a gain against the plain run of its turn, with the range (the machine had other work at "
-        "times). Verifying five rows costs a CPU more than one, so the gain shrinks with the batch; "
-        "sampled, eight at once, it is a loss.\n\n"
+        "times). Verifying five rows costs a CPU more than one, so the gain shrinks with the batch "
+        "and is a loss for sampling eight at once.\n\n"
         + _table([*header], rows)
         + "\n\n`python examples/pair.py --repeats 5`"
     )
