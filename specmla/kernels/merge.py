@@ -121,7 +121,8 @@ def merge_kernel(
         cuda.gdc_wait()
     for tile in range(begin, count, lanes):
         pieces = record[3]
-        if pieces <= 4:
+        # A tile in many pieces among many tiles has too few programs for the finest form.
+        if (pieces <= 4) | ((pieces > 16) & (members < 256)):
             for item in range(member, 32, members):
                 merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 16, 4, FEW)
         elif pieces <= 8:

@@ -27,21 +27,21 @@ from specmla.kernels.hopper.layouts import COPY
 from specmla.kernels.merge import WARPS, merge_kernel
 
 CASES: tuple[dict[str, Any], ...] = (
-    {"H": 16, "G": 64, "RUN": 0, "WINDOW": False, "TREE": False, "AHEAD": True, "dtype": "bf16"},
-    {"H": 128, "G": 64, "RUN": 32, "WINDOW": False, "TREE": True, "AHEAD": True, "dtype": "bf16"},
-    {"H": 20, "G": 16, "RUN": 0, "WINDOW": True, "TREE": True, "AHEAD": False, "dtype": "fp16"},
+    {"H": 16, "G": 64, "RUN": 0, "WINDOW": False, "TREE": False, "dtype": "bf16"},
+    {"H": 128, "G": 64, "RUN": 32, "WINDOW": False, "TREE": True, "dtype": "bf16"},
+    {"H": 20, "G": 16, "RUN": 0, "WINDOW": True, "TREE": True, "dtype": "fp16"},
 )
 
 
 def signature(case: dict[str, Any]) -> dict[str, str]:
     dtype, lines = case["dtype"], min(case["G"], 64)
     named = dict.fromkeys(hopper_kernel.arg_names, "*i32")
-    named |= dict.fromkeys(("out_ptr", "q_latent_ptr", "q_rope_ptr", "cache_ptr"), f"*{dtype}")
+    named |= dict.fromkeys(("out_ptr", "q_latent_ptr", "q_rope_ptr"), f"*{dtype}")
     named |= dict.fromkeys(("lse_ptr", "part_ptr", "part_lse_ptr"), "*fp32")
     named |= {name: "i32" for name in named if name.startswith("stride_")}
     named |= {"scale_log2": "fp32", "tree_bits_ptr": "*i64" if case["TREE"] else "*i32"}
     named["descriptor"] = f"tensordesc<{dtype}[1,{lines},64],{COPY.value!r}>"
-    return named | dict.fromkeys(("H", "G", "RUN", "WINDOW", "TREE", "AHEAD"), "constexpr")
+    return named | dict.fromkeys(("H", "G", "RUN", "WINDOW", "TREE"), "constexpr")
 
 
 def compile_case(case: dict[str, Any]) -> dict[str, Any]:
@@ -52,10 +52,8 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
         "part_",
         "q_latent_ptr",
         "q_rope_ptr",
-        "cache_ptr",
         "stride_latent",
         "stride_rope",
-        "stride_page",
     )
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.startswith(aligned)}
     source = GluonASTSource(hopper_kernel, signature(case), constants, attrs)

@@ -51,3 +51,33 @@ def test_merge_is_the_softmax_over_pieces(pieces: int, programs: int) -> None:
     assert (out[:16] == 7).all()
     assert (out[16 + live :] == 7).all()
     assert (out_lse[16 + live :] == 7).all()
+
+
+@pytest.mark.parametrize("programs", [8, 528, 1056])
+def test_tiles_of_very_different_pieces(programs: int) -> None:
+    """One long request among short ones: each tile merges as it would alone."""
+    generator = torch.Generator().manual_seed(programs)
+    counts = [100, 2, 5, 17, 4, 12]
+    scratch = torch.randn(sum(counts), 2, 64, 256, generator=generator).to(CUDA)
+    scratch_lse = (3 * torch.randn(sum(counts), 64, generator=generator)).to(CUDA)
+    begins = [sum(counts[:i]) for i in range(len(counts))]
+    records = [
+        [b, b + 1, 1, n, 64 * i, 64, 0, 0]
+        for i, (b, n) in enumerate(zip(begins, counts, strict=True))
+    ]
+
+    def merge(chosen: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        table = torch.tensor([[len(chosen), *[0] * 7], *chosen], dtype=torch.int32, device=CUDA)
+        out = torch.full((64 * len(counts), 512), 7.0, device=CUDA)
+        out_lse = torch.full((64 * len(counts),), 7.0, device=CUDA)
+        merge_kernel[(programs,)](
+            scratch, scratch_lse, table, out, out_lse, PDL=False, num_warps=WARPS
+        )
+        return out, out_lse
+
+    together, lse = merge(records)
+    for i, record in enumerate(records):
+        alone, alone_lse = merge([record])
+        rows = slice(64 * i, 64 * i + 64)
+        torch.testing.assert_close(together[rows], alone[rows], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse[rows], alone_lse[rows], rtol=1e-5, atol=1e-5)

@@ -68,7 +68,6 @@ def hopper_kernel(
     part_lse_ptr,
     q_latent_ptr,
     q_rope_ptr,
-    cache_ptr,
     descriptor,
     block_table_ptr,
     row_extent_ptr,
@@ -78,7 +77,6 @@ def hopper_kernel(
     entry_ptr,
     merge_ptr,
     scale_log2,
-    stride_page,
     stride_table,
     stride_latent_t,
     stride_latent_h,
@@ -89,7 +87,6 @@ def hopper_kernel(
     RUN: gl.constexpr,
     WINDOW: gl.constexpr,
     TREE: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):
     """Attend the pieces of one program; see the module's text."""
     dtype: gl.constexpr = q_latent_ptr.dtype.element_ty
@@ -124,13 +121,13 @@ def hopper_kernel(
     walk = (program_ptr, entry_ptr)
     shared = (queries, keys, exchange, full, free, signal)
     attend = (target, query, tables, walk, scale_log2)
-    cache = (descriptor, cache_ptr, stride_page, block_table_ptr, stride_table, merge_ptr)
+    cache = (descriptor, block_table_ptr, stride_table, merge_ptr)
     fence_async_shared()
     gl.warp_specialize(
         [
             (left_partition, (attend, shared, H, RUN, WINDOW, TREE)),
             (right_partition, (attend, shared, H, RUN, WINDOW, TREE)),
-            (load_partition, (cache, walk, keys, full, free, H, G, RUN, AHEAD)),
+            (load_partition, (cache, walk, keys, full, free, H, G, RUN)),
         ],
         [4, 1],
         WORKER_REGISTERS,

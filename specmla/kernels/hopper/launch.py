@@ -15,8 +15,6 @@ from specmla.kernels.prims import LOG2_E
 from specmla.metadata import VerifyPart
 
 MERGE_PROGRAMS_PER_SM = 8
-AHEAD = True
-"""Whether L2 is asked for a piece's third and fourth block at its start."""
 REGISTERS = 168
 """Registers a thread at launch; the partitions redistribute them."""
 
@@ -64,7 +62,6 @@ def hopper_attention(
         plan.partial_lse,
         q_latent,
         q_rope,
-        latent_cache,
         descriptor,
         part.block_table,
         part.row_extent,
@@ -74,7 +71,6 @@ def hopper_attention(
         plan.entry,
         plan.merge,
         softmax_scale * LOG2_E,
-        latent_cache.stride(0),
         part.block_table.stride(0),
         *q_latent.stride()[:2],
         *q_rope.stride()[:2],
@@ -83,7 +79,6 @@ def hopper_attention(
         RUN=plan.shape.run,
         WINDOW=part.row_start is not None,
         TREE=part.tree_bits is not None,
-        AHEAD=AHEAD and part.page_size % TILE_ROWS == 0,
         num_warps=4,
         maxnreg=REGISTERS,
         enable_fp_fusion=FP_FUSION,

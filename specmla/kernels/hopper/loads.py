@@ -34,20 +34,6 @@ def fetch_to_cache(address):
 
 
 @gluon.jit
-def fetch_block(cache_ptr, stride_page, page, row):
-    """Ask L2 for 64 keys of a page; an address that all threads share makes one instruction."""
-    source = cache_ptr + page.to(gl.int64) * stride_page + row * 576
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 73728; mov.u32 $0, 0;",
-        "=r,l",
-        [source],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def page_cell(in_record, table, block, count, keys, G: gl.constexpr):
     """Where the page of a piece's first or second block stands: in the record for the first piece.
 
@@ -66,12 +52,11 @@ def load_partition(
     H: gl.constexpr,
     G: gl.constexpr,
     RUN: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):
     """Bring the stages in: rope, left and right part of 64 keys, by copies of 64 columns."""
     LINES: gl.constexpr = 64 if G % 64 == 0 else G
     SLICES: gl.constexpr = 64 // LINES
-    descriptor, cache_ptr, stride_page, block_table_ptr, stride_table, merge_ptr = cache
+    descriptor, block_table_ptr, stride_table, merge_ptr = cache
     k_left, k_right, k_rope = keys_shared
     halves = (
         view(k_left, [8 * SLICES, 1, LINES, 64], COPY),
@@ -119,10 +104,4 @@ def load_partition(
                     for i in gl.static_range(SLICES):
                         to = halves[half].index((stage * 4 + c) * SLICES + i)
                         tma_load(descriptor, [pages[i], row, half * 256 + c * 64], bar, to)
-            # Both stages are under way. Later blocks are not fetched ahead: the copies of a long
-            # piece would queue behind it.
-            if AHEAD and (b == at[2] + 1) & (b + 1 < end):
-                fetch_block(cache_ptr, stride_page, ahead, (b + 1) * BLOCK % G)
-                if b + 2 < end:
-                    fetch_block(cache_ptr, stride_page, later, (b + 2) * BLOCK % G)
         at, more = next_piece(walk, at, H, RUN)
