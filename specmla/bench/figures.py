@@ -60,8 +60,7 @@ def _verify() -> str:
         f"{env['versions']['torch']}, triton {env['versions']['triton']}; bf16, latent 512 + rope "
         "64. `32q4s8k`: 32 requests, 4 query rows each, 8k cached tokens (`1-8`: cycling through "
         "1 to 8 rows). Kernel and merge together, CUDA-graph replay, cold L2, medians, checked "
-        "against float64 first. TB/s counts each cache row once; MiB is peak scratch. No other "
-        "library was timed here.\n\n"
+        "against float64 first. TB/s counts each cache row once; MiB is peak scratch.\n\n"
         + _table(header, rows)
         + "\n\n`python -m specmla.bench verify --batch 32q4s8k --heads 16 --impl triton rows`"
     )

@@ -36,10 +36,15 @@ def _method(found: Comparison, document: Mapping[str, Any]) -> str:
     gpu = env["gpu"]["name"] if isinstance(env["gpu"], Mapping) else env["cpu"]["name"]
     points = {point for point, _ in found.rows}
     timed = sum(row["status"] == TIMED for row in rows)
+    runs = "".join(
+        f" Run {i}, {sum(row.get('run') == i for row in rows)} rows: {run['note']}."
+        for i, run in enumerate(env["runs"])
+        if run.get("note")
+    )
     return (
         f"**`{OURS}` against FlashMLA and FlashAttention-3**, one {gpu}, {env['date'][:10]}, torch "
         f"{env['versions']['torch']}, triton {env['versions']['triton']}; {len(points)} points, "
-        f"{timed} timed rows, {len(env['runs'])} runs. At a point all providers are checked "
+        f"{timed} timed rows, {len(env['runs'])} runs.{runs} At a point all providers are checked "
         "against float64 on a sample of its requests, then timed in turns in one process: main "
         "kernel and merge, plan apart, CUDA-graph replay, cold L2, medians. FlashMLA pads ragged "
         "batches to the longest request and knows no trees and only pages of 64; FA3 knows no "
