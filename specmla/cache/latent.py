@@ -135,16 +135,25 @@ class LatentCache:
             require(found, "LatentCache.store")
         self._store(pool, kv_latent, k_rope, slots)
 
-    def gather(self, layer: int, slots: Tensor) -> Tensor:
+    def gather(self, layer: int, slots: Tensor, out: Tensor | None = None) -> Tensor:
         """Read rows [n, A] at `slots` [n] int64; slot -1 gives zeros.
 
+        Args:
+            layer: 0 .. L - 1.
+            slots: [n] int64.
+            out: [n, A] contiguous, the cache's dtype, to read into instead of new memory.
+
         Raises:
-            ArgumentError: slots of another shape, dtype or device, or (on the CPU) outside.
+            ArgumentError: slots of another shape, dtype or device, or (on the CPU) outside; an
+                `out` that can't take the rows.
         """
         pool = self.layer(layer)
-        if found := self._slot_problems("slots", slots):
+        found = self._slot_problems("slots", slots)
+        if out is not None:
+            found += self._out_problems(out, slots.numel())
+        if found:
             require(found, "LatentCache.gather")
-        return self._gather(pool, slots)
+        return self._gather(pool, slots, out)
 
     def move(self, src_slots: Tensor, dst_slots: Tensor) -> None:
         """Copy rows `src_slots` [n] to `dst_slots` [n], int64, in all layers.
@@ -207,3 +216,12 @@ class LatentCache:
                     f"{name} go from {low} to {high}, accepted are -1 .. {self.num_slots - 1}"
                 )
         return found
+
+    def _out_problems(self, out: Tensor, num_rows: int) -> list[str]:
+        is_like = (out.dtype, out.device) == (self.dtype, self.device)
+        if is_like and out.shape == (num_rows, self.width) and out.is_contiguous():
+            return []
+        return [
+            f"out is {tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}; "
+            f"accepted is {(num_rows, self.width)}, contiguous, {self.dtype} on {self.device}"
+        ]

@@ -22,12 +22,15 @@ def store_rows(pool: Tensor, kv_latent: Tensor, k_rope: Tensor, slots: Tensor) -
     _put(pool, slots, rows)
 
 
-def gather_rows(pool: Tensor, slots: Tensor) -> Tensor:
-    """Read rows [n, A] at `slots` [n] of `pool` [N, G, A]; a negative slot gives zeros."""
+def gather_rows(pool: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
+    """Read rows [n, A] at `slots` [n] of `pool` [N, G, A]; a negative slot gives zeros.
+
+    The rows are read into `out` [n, A] if it is given.
+    """
     absent = slots < 0
     if absent.any():
-        return _take(pool, slots.clamp(min=0)).masked_fill_(absent[:, None], 0)
-    return _take(pool, slots)
+        return _take(pool, slots.clamp(min=0), out).masked_fill_(absent[:, None], 0)
+    return _take(pool, slots, out)
 
 
 def move_rows(pools: Sequence[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
@@ -62,8 +65,9 @@ def _put(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
         pool[slots // page_size, slots % page_size] = rows
 
 
-def _take(pool: Tensor, slots: Tensor) -> Tensor:
+def _take(pool: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
     num_pages, page_size, width = pool.shape
     if _slots_are_rows(pool):
-        return torch.index_select(pool.view(num_pages * page_size, width), 0, slots)
-    return pool[slots // page_size, slots % page_size]
+        return torch.index_select(pool.view(num_pages * page_size, width), 0, slots, out=out)
+    rows = pool[slots // page_size, slots % page_size]
+    return rows if out is None else out.copy_(rows)

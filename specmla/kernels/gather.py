@@ -46,10 +46,14 @@ def gather_kernel(
     tl.store(out_ptr + out_at, found, mask=(rows < num_rows)[:, None] & inside)
 
 
-def gather_rows(pool: Tensor, slots: Tensor) -> Tensor:
-    """Read rows [n, A] at `slots` [n] of `pool` [N, G, A]; a slot outside the pool gives zeros."""
+def gather_rows(pool: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
+    """Read rows [n, A] at `slots` [n] of `pool` [N, G, A]; a slot outside the pool gives zeros.
+
+    The rows are read into `out` [n, A], contiguous, if it is given.
+    """
     num_rows, (num_pages, page_size, width) = slots.shape[0], pool.shape
-    out = pool.new_empty(num_rows, width)
+    if out is None:
+        out = pool.new_empty(num_rows, width)
     if num_rows == 0:
         return out
     grid = (triton.cdiv(num_rows, BLOCK_ROWS), triton.cdiv(width, BLOCK_COLS))
