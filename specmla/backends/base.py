@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specmla.backends.step_size import StepSize
+from specmla.buffers import Buffer
 from specmla.errors import UnsupportedError
 from specmla.mask import DraftMask
 from specmla.metadata import PrefillPart, VerifyPart
@@ -91,6 +93,11 @@ class AttentionBackend(abc.ABC):
         if need.device.type not in has.device_types:
             found.append(f"device is {need.device.type!r}, accepted are {list(has.device_types)}")
         found += self._capability_problems(need.device)
+        return found + self.declared_problems(need)
+
+    def declared_problems(self, need: Requirements) -> list[str]:
+        """List the reasons that hold on any machine: what `capabilities` do not declare."""
+        has, found = self.capabilities, []
         if need.dtype not in has.dtypes:
             found.append(f"dtype is {need.dtype}, accepted are {[str(d) for d in has.dtypes]}")
         if need.num_heads < 1:
@@ -171,6 +178,10 @@ class AttentionBackend(abc.ABC):
             num_heads: H. kv_lora_rank: C. dtype: that of query and cache.
         """
         return part
+
+    def scratch(self, size: StepSize) -> list[Buffer]:
+        """Say what `plan` reserves for a step of that size: the very buffers that it allocates."""
+        return []
 
     @abc.abstractmethod
     def forward_mqa(

@@ -14,8 +14,11 @@ from specmla.backends.base import (
     Capabilities,
     Requirements,
 )
+from specmla.backends.step_size import StepSize
+from specmla.buffers import Buffer
 from specmla.errors import require
 from specmla.kernels import inputs
+from specmla.kernels.hopper.bounds import plan_buffers, plan_shape
 from specmla.mask import DraftMask
 from specmla.metadata import PrefillPart, VerifyPart
 from specmla.query import QueryLenSupport
@@ -75,14 +78,19 @@ class HopperBackend(AttentionBackend):
             found.append("torch is built for ROCm, accepted is a CUDA build")
         return found
 
-    def problems(self, need: Requirements) -> list[str]:
-        """List what is in the way: one architecture, pages of 16, 32 or multiples of 64 tokens."""
-        found = super().problems(need)
+    def declared_problems(self, need: Requirements) -> list[str]:
+        """List what holds on any machine: pages of 16, 32 or multiples of 64 tokens."""
+        found = super().declared_problems(need)
         if need.page_size % 64 and need.page_size not in SMALL_PAGES and not need.page_size % 16:
             found.append(
                 f"page_size is {need.page_size}, accepted are {list(SMALL_PAGES)} and multiples "
                 "of 64"
             )
+        return found
+
+    def problems(self, need: Requirements) -> list[str]:
+        """List what is in the way, the one architecture included."""
+        found = super().problems(need)
         if need.device.type == "cuda" and torch.cuda.is_available():
             has = torch.cuda.get_device_properties(need.device)
             if (has.major, has.minor) != CAPABILITY:
@@ -113,6 +121,13 @@ class HopperBackend(AttentionBackend):
         if not part.num_requests:
             return part
         return dataclasses.replace(part, plan=make_plan(part, num_heads, self._run))
+
+    def scratch(self, size: StepSize) -> list[Buffer]:
+        """Say what `plan` reserves: two slots an SM, or one for each run of each tile."""
+        shape = plan_shape(
+            size.num_rows, size.num_requests, size.num_heads, self._run, size.table_keys
+        )
+        return list(plan_buffers(shape, size.device.num_sms)) if size.num_requests else []
 
     def forward_mqa(
         self,

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionOutput, Capabilities
+from specmla.backends.step_size import StepSize
 from specmla.backends.triton_base import TritonKernelsBackend
 from specmla.errors import require
 from specmla.kernels import inputs
-from specmla.kernels.launch import describe_device, find_entry
+from specmla.kernels.launch import find_entry
 from specmla.kernels.plan import StepShape
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
 
 if TYPE_CHECKING:
+    from specmla.kernels.launch import LaunchEntry
     from specmla.metadata import VerifyPart
 
 
@@ -59,12 +61,15 @@ class RowsBackend(TritonKernelsBackend):
         """
         require(_table_problems(part), "RowsBackend.plan")
         assert part.rows is not None
-        arch = describe_device(part.seq_lens.device).arch
-        entry = self.config or find_entry("rows", arch, num_heads, dtype.itemsize, part.page_size)
-        shape = StepShape(part.num_rows, part.num_rows, num_heads, kv_lora_rank, dtype.itemsize)
-        keys = part.rows.block_table.shape[1] * part.page_size
-        plan = self.make_plan(part.plan, shape, entry, None, part.rows.seq_lens, keys)
+        size = StepSize.of(part, num_heads, kv_lora_rank, dtype)
+        plan = self.make_plan(part.plan, size, None, part.rows.seq_lens)
         return dataclasses.replace(part, plan=plan)
+
+    def step_form(self, size: StepSize) -> tuple[StepShape, LaunchEntry]:
+        """Give the step as T decodes of one row each."""
+        heads, item = size.num_heads, size.dtype.itemsize
+        entry = self.config or find_entry("rows", size.device.arch, heads, item, size.page_size)
+        return StepShape(size.num_rows, size.num_rows, heads, size.kv_lora_rank, item), entry
 
     def forward_mqa(
         self,

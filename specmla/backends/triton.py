@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionOutput, Capabilities
+from specmla.backends.step_size import StepSize
 from specmla.backends.triton_base import TritonKernelsBackend
 from specmla.errors import require
 from specmla.kernels import inputs
-from specmla.kernels.launch import describe_device, find_entry
+from specmla.kernels.launch import find_entry
 from specmla.kernels.plan import StepShape
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
 
 if TYPE_CHECKING:
+    from specmla.kernels.launch import LaunchEntry
     from specmla.metadata import VerifyPart
 
 
@@ -61,14 +63,20 @@ class TritonBackend(TritonKernelsBackend):
         requests and lengths of its replay, within T, B and the width of the table. A part that
         has a plan of the same shape gets it again, written anew.
         """
-        arch = describe_device(part.seq_lens.device).arch
-        # Where rows must get the same bits in any company, the largest tile serves every Q.
-        rows = LARGEST_TILE if self.batch_invariant else part.max_query_len * num_heads
-        entry = self.config or find_entry("packed", arch, rows, dtype.itemsize, part.page_size)
-        shape = StepShape(part.num_rows, part.num_requests, num_heads, kv_lora_rank, dtype.itemsize)
-        keys = part.block_table.shape[1] * part.page_size
-        plan = self.make_plan(part.plan, shape, entry, part.query_start, part.seq_lens, keys)
+        size = StepSize.of(part, num_heads, kv_lora_rank, dtype)
+        plan = self.make_plan(part.plan, size, part.query_start, part.seq_lens)
         return dataclasses.replace(part, plan=plan)
+
+    def step_form(self, size: StepSize) -> tuple[StepShape, LaunchEntry]:
+        """Give the packed step, and the entry of its largest request."""
+        # Where rows must get the same bits in any company, the largest tile serves every Q.
+        rows = LARGEST_TILE if self.batch_invariant else size.max_query_len * size.num_heads
+        item = size.dtype.itemsize
+        entry = self.config or find_entry("packed", size.device.arch, rows, item, size.page_size)
+        return (
+            StepShape(size.num_rows, size.num_requests, size.num_heads, size.kv_lora_rank, item),
+            entry,
+        )
 
     def forward_mqa(
         self,

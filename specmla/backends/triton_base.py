@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import importlib.util
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,19 @@ from torch import Tensor
 from specmla.backends.base import AttentionBackend, AttentionOutput, Requirements
 from specmla.errors import require
 from specmla.kernels import inputs
-from specmla.kernels.plan import CutRule, PiecePlan, StepShape, fitting_plan
+from specmla.kernels.plan import (
+    CutRule,
+    PiecePlan,
+    StepShape,
+    fitting_plan,
+    num_resident,
+    plan_bounds,
+    plan_buffers,
+)
 
 if TYPE_CHECKING:
+    from specmla.backends.step_size import StepSize
+    from specmla.buffers import Buffer
     from specmla.kernels.launch import LaunchEntry
     from specmla.metadata import PrefillPart
 
@@ -69,35 +80,40 @@ class TritonKernelsBackend(AttentionBackend):
 
         return found + inputs.device_problems(need.device, need.dtype, INTERPRETED)
 
+    @abc.abstractmethod
+    def step_form(self, size: StepSize) -> tuple[StepShape, LaunchEntry]:
+        """Give the shape that the kernel sees a step in, and its launch parameters."""
+
+    def scratch(self, size: StepSize) -> list[Buffer]:
+        """Say what `plan` reserves: records and partial results of the pieces."""
+        shape, entry = self.step_form(size)
+        resident = num_resident(entry, size.device)
+        bounds = plan_bounds(shape, entry, self.rule, size.table_keys, resident)
+        return list(plan_buffers(shape, entry, bounds))
+
     def make_plan(
-        self,
-        earlier: object,
-        shape: StepShape,
-        entry: LaunchEntry,
-        query_start: Tensor | None,
-        seq_lens: Tensor,
-        table_keys: int,
+        self, earlier: object, size: StepSize, query_start: Tensor | None, seq_lens: Tensor
     ) -> PiecePlan:
         """Cut a step on the device, in the buffers of `earlier` if that plan fits.
 
         Args:
             earlier: the part's plan so far.
-            shape: of the step. entry: launch parameters of its kernel.
+            size: of the step.
             query_start: [B + 1] int32, or None: one row a request. seq_lens: [B] int32.
-            table_keys: keys of a request that the block table has room for.
 
         Raises:
             ArgumentError: `piece_keys` is no multiple of the entry's steps.
         """
         from specmla.kernels.pieces import fill_plan
 
+        shape, entry = self.step_form(size)
         keys = self.rule.piece_keys
         wrong = keys is not None and keys % entry.block_n
         require(
             [f"piece_keys is {keys}, accepted are multiples of {entry.block_n}"] if wrong else [],
             f"{type(self).__name__}.plan",
         )
-        plan = fitting_plan(earlier, shape, entry, self.rule, table_keys, seq_lens.device)
+        plan = fitting_plan(earlier, shape, entry, self.rule, size.table_keys, seq_lens.device)
         with torch.cuda.device_of(seq_lens):
             fill_plan(plan, query_start, seq_lens)
         return plan

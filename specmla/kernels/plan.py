@@ -12,7 +12,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from specmla.kernels.launch import LaunchEntry, describe_device
+from specmla.buffers import Buffer
+from specmla.kernels.launch import Device, LaunchEntry, describe_device
 
 PIECE_FIELDS = 8
 """Ints of a record; `pieces.FIELDS` says which."""
@@ -82,9 +83,10 @@ class PiecePlan:
     partial_lse: Tensor
 
 
-def num_resident(entry: LaunchEntry, device: torch.device) -> int:
+def num_resident(entry: LaunchEntry, device: torch.device | Device) -> int:
     """Count the programs that a device runs at once."""
-    return describe_device(device).num_sms * entry.programs_per_sm
+    found = device if isinstance(device, Device) else describe_device(device)
+    return found.num_sms * entry.programs_per_sm
 
 
 def max_waves(tiles: int, resident: int) -> int:
@@ -117,6 +119,18 @@ def plan_bounds(
     return PlanBounds(tiles, tiles * max(most, 1), tiles * most if most > 1 else 0)
 
 
+def plan_buffers(
+    shape: StepShape, entry: LaunchEntry, bounds: PlanBounds
+) -> tuple[Buffer, Buffer, Buffer]:
+    """Say what a plan reserves: records (pieces, then merges), partial outputs, partial LSE."""
+    cut_tiles = min(bounds.tiles, bounds.slots // 2)
+    return (
+        Buffer((bounds.programs + 1 + cut_tiles, PIECE_FIELDS), torch.int32),
+        Buffer((bounds.slots, entry.block_m, shape.rank), torch.float32),
+        Buffer((bounds.slots, entry.block_m), torch.float32),
+    )
+
+
 def fitting_plan(
     earlier: object,
     shape: StepShape,
@@ -136,11 +150,9 @@ def fitting_plan(
         and (earlier.bounds, earlier.pieces.device) == (bounds, device)
     ):
         return earlier
-    cut_tiles = min(bounds.tiles, bounds.slots // 2)
-    records = torch.empty(
-        bounds.programs + 1 + cut_tiles, PIECE_FIELDS, dtype=torch.int32, device=device
+    records, partial_out, partial_lse = (
+        buffer.empty(device) for buffer in plan_buffers(shape, entry, bounds)
     )
-    scratch = (bounds.slots, entry.block_m, shape.rank)
     return PiecePlan(
         shape,
         entry,
@@ -148,6 +160,6 @@ def fitting_plan(
         bounds,
         records[: bounds.programs],
         records[bounds.programs :],
-        torch.empty(scratch, dtype=torch.float32, device=device),
-        torch.empty(scratch[:2], dtype=torch.float32, device=device),
+        partial_out,
+        partial_lse,
     )

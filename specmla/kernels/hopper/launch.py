@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from specmla.kernels.hopper.bounds import TILE_ROWS
 from specmla.kernels.hopper.kernel import hopper_kernel
 from specmla.kernels.hopper.layouts import COPY
-from specmla.kernels.hopper.plan import TILE_ROWS, HopperPlan
+from specmla.kernels.hopper.plan import HopperPlan
 from specmla.kernels.launch import FP_FUSION
 from specmla.kernels.merge import WARPS, merge_kernel
 from specmla.kernels.prims import LOG2_E
