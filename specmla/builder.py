@@ -1,7 +1,7 @@
 """Builds the metadata of a step: checks every request on the host, then sends one copy.
 
 `MetadataBuilder.build` takes one `RequestRows` per request in any order and puts verifies before
-prompts; `StepMetadata.order` maps back. `build_rounds` makes several steps of one row at once.
+extends and prompts; `StepMetadata.order` maps back. `build_rounds` makes steps of one row at once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionBackend
+from specmla.batch_split import BatchRules, backend_problems, split_batch
 from specmla.errors import require
 from specmla.host_tables import HostTables, running_starts
 from specmla.mask import DraftMask
-from specmla.metadata import PrefillPart, RequestKind, RequestRows, StepMetadata, VerifyPart
+from specmla.metadata import RequestKind, RequestRows, StepMetadata, VerifyPart
+from specmla.prefill_tables import PrefillTables
 from specmla.query import QueryLenSupport, RowTables, decode_rows
 from specmla.row_limits import RowLimits
 
@@ -75,6 +77,23 @@ class MetadataBuilder:
         self.max_seq_len = max_seq_len
         self.dtype = dtype
         self._limits = RowLimits(page_size, num_pages, max_seq_len)
+        self.configure(BatchRules())
+
+    def configure(self, rules: BatchRules) -> MetadataBuilder:
+        """Split batches and serve prompts by other rules from here on; gives the builder back.
+
+        Raises:
+            ArgumentError: a workspace that does not fit the cache, a SINGLE_ONLY backend that
+                declares more than one row; all reasons are listed and nothing has changed.
+        """
+        has = self.backend.capabilities
+        require(
+            rules.problems(has, self.page_size, self.dtype, self.device),
+            "MetadataBuilder.configure",
+        )
+        self.rules = rules
+        self.reorder_batch_threshold = rules.reorder_batch_threshold(has)
+        return self
 
     def build(
         self,
@@ -92,24 +111,31 @@ class MetadataBuilder:
             ArgumentError: lengths, pages, trees or ragged rows that can't be served; all reasons
                 of all requests are listed and nothing was sent.
         """
-        found = self._row_problems(requests, mask) + self._backend_problems(requests, mask)
-        require(found, "MetadataBuilder.build")
-        verify = [i for i, r in enumerate(requests) if r.kind is RequestKind.VERIFY]
-        prompt = [i for i, r in enumerate(requests) if r.kind is RequestKind.PROMPT]
-        verifies, prompts = [requests[i] for i in verify], [requests[i] for i in prompt]
+        has = self.backend.capabilities
+        require(
+            self._row_problems(requests, mask) + backend_problems(requests, mask, has),
+            "MetadataBuilder.build",
+        )
+        support = has.query_len_support
+        split = split_batch(requests, mask, self.reorder_batch_threshold, support)
+        ordered = [requests[i] for i in split.order]
+        absorbed, expanded = ordered[: len(split.absorbed)], ordered[len(split.absorbed) :]
+        if support is QueryLenSupport.UNIFORM:
+            absorbed = [r for r in absorbed if r.query_len]  # without rows they have no say
         tables = HostTables(self.page_size, mask)
-        tables.add_verify(verifies)
+        tables.add_verify(absorbed)
         self._require_pages(tables, requests, mask)
-        tables.add_rows([*verifies, *prompts])
-        tables.add_prefill(prompts)
+        tables.add_rows(ordered)
+        prefill = PrefillTables(expanded, self.rules.workspace)
+        prefill.add_to(tables)
         sent = tables.send(self.device, along)
         return StepMetadata(
-            order=(*verify, *prompt),
-            query_start=tuple(running_starts(r.query_len for r in [*verifies, *prompts])),
+            order=split.order,
+            query_start=tuple(running_starts(r.query_len for r in ordered)),
             positions=sent["positions"],
             slot_mapping=sent["slots"],
-            verify=self._verify_part(verifies, mask, sent),
-            prefill=_prefill_part(prompts, sent),
+            verify=self._verify_part(absorbed, mask, sent),
+            prefill=prefill.part(sent),
             along={name: sent[f"along.{name}"] for name in along},
         )
 
@@ -161,19 +187,6 @@ class MetadataBuilder:
     ) -> None:
         if not tables.has_pages_below(self.num_pages):
             require(self._limits.problems(requests, mask), "MetadataBuilder")
-
-    def _backend_problems(self, requests: Sequence[RequestRows], mask: DraftMask) -> list[str]:
-        has, found = self.backend.capabilities, []
-        lens = {r.query_len for r in requests if r.kind is RequestKind.VERIFY}
-        if has.query_len_support is QueryLenSupport.UNIFORM and len(lens) > 1:
-            found.append(
-                f"query_len is {sorted(lens)} over the verify requests; backend "
-                f"{has.name!r} is UNIFORM and takes one length"
-            )
-        if mask not in has.masks:
-            names = sorted(m.value for m in has.masks)
-            found.append(f"mask is {mask.value!r}; backend {has.name!r} accepts {names}")
-        return found
 
     def _verify_part(
         self, requests: Sequence[RequestRows], mask: DraftMask, sent: dict[str, Tensor]
@@ -230,18 +243,6 @@ class MetadataBuilder:
         return self.backend.plan(
             part, num_heads=self.num_heads, kv_lora_rank=self.kv_lora_rank, dtype=self.dtype
         )
-
-
-def _prefill_part(requests: Sequence[RequestRows], sent: dict[str, Tensor]) -> PrefillPart | None:
-    if not requests:
-        return None
-    return PrefillPart(
-        query_start=sent["prompt_query_start"],
-        kv_start=sent["kv_start"],
-        kv_slots=sent["kv_slots"],
-        query_lens=tuple(r.query_len for r in requests),
-        seq_lens=tuple(r.seq_len for r in requests),
-    )
 
 
 def _is_chain(r: RequestRows) -> bool:

@@ -32,7 +32,7 @@ class HostTables:
                 for r, first, chained in zip(requests, firsts, positions, strict=True)
             ]
         self.arrays["positions"] = array("q", chain.from_iterable(positions))
-        self.arrays["slots"] = self._slots(requests, firsts, ends)
+        self.arrays["slots"] = self.slots(requests, firsts, ends)
 
     def add_verify(self, requests: Sequence[RequestRows]) -> None:
         """Add the tables of the verify part."""
@@ -65,20 +65,10 @@ class HostTables:
         ends = [position + 1 for position in positions]
         self.arrays |= {
             "positions": array("q", positions),
-            "slots": self._slots([r for r, _ in rows], positions, ends),
+            "slots": self.slots([r for r, _ in rows], positions, ends),
             "table": self._block_table(requests),
             "seq_lens": array("i", ends),
             "query_start": array("i", range(len(requests) + 1)),
-        }
-
-    def add_prefill(self, requests: Sequence[RequestRows]) -> None:
-        """Add the tables of the prompt part."""
-        if not requests:
-            return
-        self.arrays |= {
-            "kv_slots": self._slots(requests, [0] * len(requests), [r.seq_len for r in requests]),
-            "prompt_query_start": array("i", running_starts(r.query_len for r in requests)),
-            "kv_start": array("i", running_starts(r.seq_len for r in requests)),
         }
 
     def has_pages_below(self, num_pages: int) -> bool:
@@ -111,7 +101,7 @@ class HostTables:
                 table.extend(unused[count:])
         return table
 
-    def _slots(
+    def slots(
         self, requests: Sequence[RequestRows], firsts: Sequence[int], ends: Sequence[int]
     ) -> array[int]:
         """Give the slots of each request's tokens from `first` to before `end`, a run a page."""

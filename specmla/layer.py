@@ -9,6 +9,7 @@ R rotated width, V value width, L query bottleneck, S keys that a row sees.
     [k_nope | v] = W_KVB c        [H, P + V]   W_UK [H, P, C] and W_UV [H, V, C] are its rows
 
 MHA (prompts) expands the keys: work per key H (P + V) C once, then P + R + V per head and row.
+Long context is expanded chunk by chunk (`specmla.prefill`).
 
     score = scale (q_nope . k_nope + RoPE(q_rope) . k_rope),   out = sum softmax(score) v
 
@@ -25,6 +26,9 @@ o_proj [D, H V]. Modules carry the Hugging Face names of a checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +37,7 @@ from specmla.cache.latent import LatentCache
 from specmla.config import MLAConfig
 from specmla.errors import ArgumentError
 from specmla.metadata import PrefillPart, StepMetadata, VerifyPart
+from specmla.prefill import Latents, PromptAttention
 from specmla.rope import RopeAngles
 
 # The norms of the two bottlenecks: fixed in the published models, whatever rms_norm_eps says.
@@ -79,6 +84,8 @@ class MLAAttention(nn.Module):
     ) -> Tensor:
         """Store the latent rows of a step, then attend: verify rows by MQA, prompt rows by MHA.
 
+        Short extends count as verify rows, long ones as prompt rows.
+
         Args:
             hidden: [T, D], normed.
             angles: of `metadata.positions`.
@@ -110,8 +117,10 @@ class MLAAttention(nn.Module):
             first = (q_nope[:split], q_rope[:split]) if prefill is not None else (q_nope, q_rope)
             parts.append(self.forward_mqa(*first, rows, verify, backend))
         if prefill is not None:
-            rows = cache.gather(layer_id, prefill.kv_slots)
-            parts.append(self.forward_mha(q_nope[split:], q_rope[split:], rows, prefill, backend))
+            query = torch.cat((q_nope[split:], q_rope[split:]), dim=-1)
+            new = kv_latent[split:], k_rope[split:]
+            gather = partial(cache.gather, layer_id)
+            parts.append(self.forward_mha(query, new, gather, prefill, backend))
         projected: Tensor = self.o_proj(parts[0] if len(parts) == 1 else torch.cat(parts))
         return projected
 
@@ -133,17 +142,15 @@ class MLAAttention(nn.Module):
 
     def forward_mha(
         self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        rows: Tensor,
+        query: Tensor,
+        new: Latents,
+        gather: Callable[[Tensor, Tensor | None], Tensor],
         part: PrefillPart,
         backend: AttentionBackend,
     ) -> Tensor:
-        """Attend `[T, H, P]` with `[T, H, R]` over the expanded rows `[sum S, A]`: `[T, H * V]`."""
-        key, value = self._expand(*rows.split(self._row_widths, dim=-1))
-        query = torch.cat((q_nope, q_rope), dim=-1)
-        attended = backend.forward_mha(query, key, value, part, softmax_scale=self.softmax_scale)
-        return attended.out.flatten(1)
+        """Attend `[T, H, P + R]` over up-projected rows, the new ones and cached: `[T, H * V]`."""
+        attention = PromptAttention(backend, self.softmax_scale, gather, self._expand)
+        return attention.attend(query, new, part).out.flatten(1)
 
     def forward_full(self, hidden: Tensor, angles: RopeAngles) -> Tensor:
         """Attend causally within whole sequences `[B, S, D]`, without a cache, with gradients.

@@ -17,16 +17,20 @@ from torch import Tensor
 
 from specmla.mask import DraftMask
 from specmla.query import RowTables
+from specmla.workspace import PrefillWorkspace
 
 
 class RequestKind(enum.Enum):
     """What a request brings: the caller says it, it is never guessed from lengths.
 
     VERIFY: the anchor and its drafts (or the anchor alone), absorbed MQA. PROMPT: new prompt
-    tokens, with or without cached context, up-projected MHA.
+    tokens, with or without cached context, up-projected MHA. EXTEND: known tokens after cached
+    context, neither drafted nor a first prompt (the next turn of a conversation, the rest of a
+    chunked prompt); few rows take the absorbed path (`specmla.batch_split`), more the other.
     """
 
     VERIFY = "verify"
+    EXTEND = "extend"
     PROMPT = "prompt"
 
 
@@ -34,8 +38,8 @@ class RequestRows(NamedTuple):
     """One request's part of a step, on the host.
 
     Attributes:
-        kind: verify or prompt.
-        query_len: new rows Q of the request; zero is allowed for a verify.
+        kind: verify, extend or prompt.
+        query_len: new rows Q of the request; zero (padding) is allowed for a verify.
         seq_len: cached tokens S, the new rows included.
         block_ids: pages of the request in order, at least ceil(S / G).
         parents: for a tree, the parent of each of the Q nodes (the anchor has -1); else None.
@@ -64,7 +68,7 @@ class VerifyPart:
         tree_bits: [T] int64, or None without trees; bit j of row t: it sees new row j.
         rows: the single-token tables, built only for a SINGLE_ONLY backend.
         query_lens: rows of each request, on the host.
-        max_query_len, max_seq_len: host bounds.
+        max_query_len, max_seq_len: host bounds; no result depends on how tight they are.
         page_size: G.
         num_pages: the ids of the table are below it, so the cache must have as many pages; 0 if
             nobody checked.
@@ -101,18 +105,26 @@ class VerifyPart:
 class PrefillPart:
     """The prompt rows of a step, as `forward_mha` takes them; causal, aligned bottom right.
 
+    In one pass, the keys of a request are its cached rows, new ones included. Chunk by chunk, they
+    are its new rows alone, and `context` has the cached rows before them.
+
     Attributes:
         query_start: [B + 1] int32, first packed row of each request, from 0 within this part.
-        kv_start: [B + 1] int32, first packed key of each request (keys: context, then new rows).
-        kv_slots: [sum of S] int64, slots of all keys in that order.
-        query_lens, seq_lens: per request, on the host.
+        kv_start: [B + 1] int32, first packed key of each request.
+        kv_slots: [sum of S] int64, slots of all keys in that order; None: the keys are the new
+            rows, as they come from the projection.
+        query_lens, seq_lens: rows and keys of each request, on the host.
+        context: chunks of cached rows that these rows see in full.
+        workspace: where rows are gathered; None: into new memory.
     """
 
     query_start: Tensor
     kv_start: Tensor
-    kv_slots: Tensor
+    kv_slots: Tensor | None
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
+    context: tuple[ContextPart, ...] = ()
+    workspace: PrefillWorkspace | None = None
 
     @property
     def num_rows(self) -> int:
@@ -121,8 +133,24 @@ class PrefillPart:
 
 
 @dataclass(frozen=True)
+class ContextPart:
+    """One chunk of cached context and the rows that see it, not causal: all of its keys.
+
+    Attributes:
+        first_row, end_row: packed rows of the prompt part that it is for.
+        keys: rows, keys and slots of the requests that these rows belong to; a request may have no
+            keys in this chunk.
+    """
+
+    first_row: int
+    end_row: int
+    keys: PrefillPart
+
+
+@dataclass(frozen=True)
 class StepMetadata:
-    """One step. Rows `[0, num_verify_rows)` are verify rows, the rest prompt rows.
+    """One step. Rows `[0, num_verify_rows)` take the absorbed path (verifies, then short extends),
+    the rest the up-projected one (long extends, then prompts).
 
     Attributes:
         order: `order[i]` is the caller's index of the i-th request here.

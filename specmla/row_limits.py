@@ -58,7 +58,8 @@ class RowLimits:
         found = []
         if not isinstance(r.kind, RequestKind):
             found.append(f"kind is {r.kind!r}, accepted are the members of RequestKind")
-        least = 1 if r.kind is RequestKind.PROMPT else 0
+        is_verify, is_extend = r.kind is RequestKind.VERIFY, r.kind is RequestKind.EXTEND
+        least = 0 if is_verify else 1
         if r.query_len < least:
             found.append(f"query_len is {r.query_len}, accepted are values >= {least}")
         if not max(r.query_len, 0) <= r.seq_len <= self.max_seq_len:
@@ -66,6 +67,8 @@ class RowLimits:
                 f"seq_len is {r.seq_len}, accepted are query_len ({r.query_len}) to max_seq_len "
                 f"({self.max_seq_len})"
             )
+        if is_extend and r.seq_len == r.query_len:
+            found.append(f"seq_len is {r.seq_len} for an extend, accepted are values > query_len")
         pages = -(-max(r.seq_len, 0) // self.page_size)
         if len(r.block_ids) < pages:
             found.append(
@@ -75,10 +78,9 @@ class RowLimits:
         if used and not (min(used) >= 0 and max(used) < self.num_pages):
             outside = [b for b in used if not 0 <= b < self.num_pages]
             found.append(f"block_ids has {outside}, accepted are 0 to {self.num_pages - 1}")
-        is_prompt = r.kind is RequestKind.PROMPT
-        last_start = 0 if is_prompt else max(r.seq_len, 0)
+        last_start = max(r.seq_len, 0) if is_verify else 0
         if not 0 <= r.window_start <= last_start:
-            accepted = "0 for a prompt" if is_prompt else f"0 to seq_len ({r.seq_len})"
+            accepted = f"0 to seq_len ({r.seq_len})" if is_verify else f"0 for {_one(r)}"
             found.append(f"window_start is {r.window_start}, accepted is {accepted}")
         return found + _tree_problems(r, mask)
 
@@ -86,14 +88,14 @@ class RowLimits:
 def _tree_problems(r: RequestRows, mask: DraftMask) -> list[str]:
     if r.parents is None:
         is_wide_chain = mask is DraftMask.TREE and r.query_len > MAX_TREE_NODES
-        if is_wide_chain and r.kind is not RequestKind.PROMPT:
+        if is_wide_chain and r.kind is RequestKind.VERIFY:
             return [f"query_len is {r.query_len}, a tree holds at most {MAX_TREE_NODES} nodes"]
         return []
     found = []
     if mask is not DraftMask.TREE:
         found.append(f"parents are given but mask is {mask.value!r}, accepted is 'tree'")
-    if r.kind is RequestKind.PROMPT:
-        found.append("parents are given for a prompt, accepted is None")
+    if r.kind is not RequestKind.VERIFY:
+        found.append(f"parents are given for {_one(r)}, accepted is None")
     if len(r.parents) != r.query_len:
         found.append(f"parents has {len(r.parents)} nodes, query_len is {r.query_len}")
     if r.parents:
@@ -102,3 +104,7 @@ def _tree_problems(r: RequestRows, mask: DraftMask) -> list[str]:
         except ArgumentError as error:
             found.append(str(error))
     return found
+
+
+def _one(r: RequestRows) -> str:
+    return "an extend" if r.kind is RequestKind.EXTEND else "a prompt"

@@ -59,6 +59,8 @@ class Capabilities:
         priority: higher is preferred by `select_backend`.
         batch_invariant: the constructor takes it, and then a row's bits depend on its own query and
             keys alone.
+        reorder_batch_threshold: most rows of an extend that the absorbed path serves faster than
+            up-projection; `BatchRules` raises it to the rows of a verify.
         summary: one line for people.
     """
 
@@ -73,6 +75,7 @@ class Capabilities:
     min_capability: tuple[int, int] | None = None
     priority: int = 0
     batch_invariant: bool = False
+    reorder_batch_threshold: int = 1
     summary: str = ""
 
 
