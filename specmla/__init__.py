@@ -34,7 +34,7 @@ from specmla.metadata import (
 )
 from specmla.models.config import DeepseekConfig
 from specmla.models.deepseek import DeepseekForCausalLM
-from specmla.models.weights import load_checkpoint, save_checkpoint
+from specmla.models.weights import load_checkpoint, reload_checkpoint, save_checkpoint
 from specmla.query import QueryLenSupport, pad_heads, reshape_query_for_spec_decode
 from specmla.reference import merge_attention_states
 from specmla.staging import send_arrays
@@ -97,6 +97,7 @@ __all__ = [
     "pad_heads",
     "pad_vocab",
     "processed_probs",
+    "reload_checkpoint",
     "reshape_query_for_spec_decode",
     "sample",
     "save_checkpoint",

@@ -1,31 +1,30 @@
 """Checkpoints in Hugging Face layout: config.json, and one safetensors file or an index of shards.
 
 All headers are compared with the model before any weight is read; the model is built without
-memory and takes each tensor as it comes, so that it exists once.
+memory and takes each tensor as it comes, so that it exists once. Quantised linear layers (e4m3
+with block, channel or tensor scales) are widened on the way, see `specmla.models.scales`.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from specmla.errors import ArgumentError, CheckpointError
 from specmla.models.config import DeepseekConfig
 from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.models.match import Match, match_tensors
+from specmla.models.scales import dequantise_into, quantization_problems
+from specmla.models.shards import CONFIG, WEIGHTS, Headers, read_headers, read_json, read_tensors
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EMBEDDING = "model.embed_tokens.weight"
 # The router decides in float32 at least, so its tensors are kept that wide.
 _WIDE = (".mlp.gate.weight", ".mlp.gate.e_score_correction_bias")
-_LISTED = 8
 
 
 def load_checkpoint(
@@ -35,8 +34,9 @@ def load_checkpoint(
 ) -> tuple[DeepseekForCausalLM, DeepseekConfig]:
     """Load a DeepSeek-V2 or V3 checkpoint for inference.
 
-    Weights of MTP layers (`model.layers.N` for N >= num_hidden_layers), saved rotary buffers and a
-    saved copy of a tied head are left out.
+    Quantised linear layers are dequantised. Weights of MTP layers (`model.layers.N` for N >=
+    num_hidden_layers), saved rotary buffers, scales of activations and a saved copy of a tied head
+    are left out.
 
     Args:
         directory: holds config.json and the safetensors.
@@ -46,25 +46,47 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt, another architecture, or tensors
-            are missing, unexpected or of another shape (all of them are named).
+            or scales are missing, unexpected or of another shape, or scales are zero, negative,
+            NaN or infinite (all of them are named).
         ArgumentError: `dtype` is not a floating type.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ArgumentError(f"load_checkpoint: dtype is {dtype}, accepted are floating types")
     folder = Path(directory)
     config = read_config(folder)
-    shards = _find_shards(folder)
-    headers = {name: _read_header(folder / name) for name in sorted(set(shards))}
+    headers = read_headers(folder)
     model = _build_empty(folder, config, headers)
-    wanted = model.state_dict()
-    sources = _match(folder, wanted, headers, config)
+    match = match_tensors(folder, model, headers)
+    dtype = dtype or headers[match.sources[_EMBEDDING]][_EMBEDDING][1]
     state: dict[str, Tensor] = {}
-    dtype = dtype or headers[sources["model.embed_tokens.weight"]]["model.embed_tokens.weight"][1]
-    for shard in sorted(set(sources.values())):
-        names = [name for name, source in sources.items() if source == shard]
-        state |= _read_tensors(folder / shard, names, torch.device(device), dtype)
+    for name, stored in _stored(folder, match):
+        wide = torch.promote_types(dtype, torch.float32) if name.endswith(_WIDE) else dtype
+        state[name] = torch.empty(stored.shape, dtype=wide, device=device)
+        _fill(state[name], stored, match.scales.get(name))
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval(), config
+
+
+@torch.no_grad()
+def reload_checkpoint(model: DeepseekForCausalLM, directory: str | Path) -> None:
+    """Read other weights of the same dimensions into a model, in place.
+
+    Every tensor keeps its address, dtype and device, and the absorbed weights are views of them:
+    captured graphs stay valid and compute with the new weights. The checkpoint may be quantised or
+    not, whatever the last one was.
+
+    Raises:
+        CheckpointError: as `load_checkpoint`, or another config; nothing was written unless a file
+            changes or fails while it is read.
+    """
+    folder = Path(directory)
+    config = read_config(folder)
+    if config != model.config:
+        raise CheckpointError(f"{folder / CONFIG} is {config}, accepted is {model.config}")
+    match = match_tensors(folder, model, read_headers(folder))
+    state = model.state_dict()
+    for name, stored in _stored(folder, match):
+        _fill(state[name], stored, match.scales.get(name))
 
 
 def save_checkpoint(model: DeepseekForCausalLM, directory: str | Path) -> None:
@@ -85,71 +107,39 @@ def read_config(directory: str | Path) -> DeepseekConfig:
     """Read `config.json` of a checkpoint.
 
     Raises:
-        CheckpointError: missing, not JSON, another architecture, quantised, or values that can't be
-            served.
+        CheckpointError: missing, not JSON, another architecture, another quantisation than e4m3
+            weights, or values that can't be served.
     """
     path = Path(directory) / CONFIG
-    source = _read_json(path)
-    if source.get("quantization_config") is not None:
-        raise CheckpointError(
-            f"{path}: quantization_config is set, accepted are checkpoints in float32, float16 or "
-            "bfloat16"
-        )
+    source = read_json(path)
+    reasons = quantization_problems(source.get("quantization_config"))
+    if reasons:
+        raise CheckpointError(f"{path}: " + "; ".join(reasons))
     try:
         return DeepseekConfig.from_hf(source)
     except ArgumentError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing or not a file")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, accepted is a JSON object")
-    return found
+def _stored(folder: Path, match: Match) -> Iterator[tuple[str, Tensor]]:
+    """Yield the model's tensors as they are stored, file by file."""
+    for shard in sorted(set(match.sources.values())):
+        names = [name for name, source in match.sources.items() if source == shard]
+        yield from read_tensors(folder / shard, names)
 
 
-def _find_shards(folder: Path) -> list[str]:
-    """Name the weight files; one that the index names and the folder lacks is an error."""
-    if not (folder / INDEX).is_file():
-        if not (folder / WEIGHTS).is_file():
-            raise CheckpointError(f"{folder} holds neither {WEIGHTS} nor {INDEX}")
-        return [WEIGHTS]
-    weight_map = _read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / INDEX} has no weight_map of tensor names to files")
-    names = sorted({str(name) for name in weight_map.values()})
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise CheckpointError(f"{folder / INDEX} names files outside its directory: {outside}")
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
-        raise CheckpointError(f"{folder}: {_some(absent)} named in {INDEX} and missing")
-    return names
-
-
-def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Read shape and dtype of every tensor of a file, no weights."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {n: (tuple(s.get_shape()), _DTYPES[s.get_dtype()]) for n, s in found.items()}
-    except KeyError as error:
-        raise CheckpointError(
-            f"{path}: a tensor has dtype {error}, accepted are {list(_DTYPES)}"
-        ) from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated or corrupt: {error}") from error
+def _fill(target: Tensor, stored: Tensor, scale: Tensor | None) -> None:
+    """Copy a stored tensor, so that nothing of the model stays mapped to its file."""
+    if scale is None:
+        target.copy_(stored)
+    else:
+        dequantise_into(target, stored, scale)
 
 
 def _build_empty(
     folder: Path,
     config: DeepseekConfig,
-    headers: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+    headers: Headers,
 ) -> DeepseekForCausalLM:
     """Build the model without memory, unless the files can't hold its layers and experts: a count
     of 10**9 would be built one by one."""
@@ -174,76 +164,3 @@ def _build_empty(
         raise CheckpointError(
             f"{folder}: {CONFIG} has sizes no tensor can have: {reason}"
         ) from error
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-
-
-def _match(
-    folder: Path,
-    wanted: Mapping[str, Tensor],
-    headers: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
-    config: DeepseekConfig,
-) -> dict[str, str]:
-    """Give the file of every wanted tensor, or raise with all that does not fit."""
-    sources: dict[str, str] = {}
-    unexpected, shapes = [], []
-    for shard, tensors in headers.items():
-        for name, (shape, _) in tensors.items():
-            if name not in wanted:
-                if not _left_out(name, config):
-                    unexpected.append(f"{name} ({shard})")
-            elif shape != tuple(wanted[name].shape):
-                shapes.append(f"{name} ({shard}) {list(shape)} for {list(wanted[name].shape)}")
-            else:
-                sources[name] = shard
-    wrong = {text.split(" ", 1)[0] for text in shapes}
-    missing = [name for name in wanted if name not in sources and name not in wrong]
-    reasons = [
-        f"{label}: {_some(names)}"
-        for label, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("of another shape", shapes),
-        )
-        if names
-    ]
-    if reasons:
-        raise CheckpointError(f"{folder}: tensors do not fit {CONFIG}: " + "; ".join(reasons))
-    return sources
-
-
-def _left_out(name: str, config: DeepseekConfig) -> bool:
-    if name == "lm_head.weight":
-        return config.tie_word_embeddings
-    layer = _LAYER.match(name)
-    if layer is not None and int(layer[1]) >= config.num_layers:
-        return int(layer[1]) < config.num_layers + config.num_mtp_layers
-    return name.endswith(".rotary_emb.inv_freq")
-
-
-def _read_tensors(
-    path: Path, names: Iterable[str], device: torch.device, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Copy tensors out of a file, so that nothing of the model stays mapped to it."""
-    state = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in names:
-                wide = torch.promote_types(dtype, torch.float32) if name.endswith(_WIDE) else dtype
-                stored = file.get_tensor(name)
-                state[name] = torch.empty(stored.shape, dtype=wide, device=device).copy_(stored)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated or corrupt: {error}") from error
-    return state
-
-
-def _some(names: list[str]) -> str:
-    """List at most a few names, and how many more there are."""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

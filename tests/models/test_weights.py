@@ -218,8 +218,8 @@ BROKEN: dict[str, tuple[Breaker, str]] = {
     ),
     "dims": (lambda d: edit_config(d, kv_lora_rank=-1), r"config.json: .*kv_lora_rank is -1"),
     "quantised": (
-        lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}),
-        r"quantization_config is set",
+        lambda d: edit_config(d, quantization_config={"quant_method": "gptq"}),
+        r"quant_method is 'gptq', accepted are 'fp8' and 'compressed-tensors'",
     ),
     "no-weights": (lambda d: (d / "model.safetensors").unlink(), r"holds neither model.safe"),
     "cut-data": (lambda d: _truncate(d / "model.safetensors", 0.9), r"model.safetensors is trunc"),
