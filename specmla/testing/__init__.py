@@ -29,6 +29,7 @@ from specmla.testing.case import (
 from specmla.testing.check import check_backend
 from specmla.testing.check_report import CheckReport
 from specmla.testing.oracle import Oracle, assert_matches_oracle, run_oracle
+from specmla.testing.prompts import PromptCase, make_prompt_case
 from specmla.testing.tables import ABSURD_PAGE, make_verify_part, overwrite_unused_cells
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "CaseSpec",
     "CheckReport",
     "Oracle",
+    "PromptCase",
     "RequestLens",
     "VerifyCase",
     "assert_attention_within_budget",
@@ -46,6 +48,7 @@ __all__ = [
     "assert_within_budget",
     "check_backend",
     "make_case",
+    "make_prompt_case",
     "make_verify_part",
     "overwrite_unused_cells",
     "parse_batch",
