@@ -1,37 +1,48 @@
 """The paged latent cache of all layers: store, gather and move rows by slot.
 
 Slot s is row s % G of page s // G. Slot -1 means "no row": nothing is stored, zeros are read. What
-unused rows hold is undefined and influences nothing.
+unused rows hold is undefined and influences nothing. Rows are plain numbers or, with a
+`CacheFormat`, bytes: `store` quantises, `gather` dequantises, `move` and `copy_pages` copy bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from specmla.cache import rows
-from specmla.cache.layout import CacheLayout, layout_problems
-from specmla.cache.pool import Impl, default_impl, impl_problems, pool_problems
+from specmla.cache.formats.base import CacheFormat
+from specmla.cache.layout import CacheLayout, format_problems, layout_problems
+from specmla.cache.operations import cache_operations
+from specmla.cache.pool import (
+    Impl,
+    default_impl,
+    impl_problems,
+    pool_bytes,
+    pool_problems,
+    quantised,
+)
 from specmla.errors import require
 
 
 class LatentCache:
     """Holds A = C + R numbers for each token and layer, in pages of G tokens.
 
-    One allocation `[L, N, G, A]` serves all layers; `from_pool` takes an engine's views instead.
+    One allocation `[L, N, G, A]`, or `[L, N, G, bytes]` uint8 in a quantised format, serves all
+    layers; `from_pool` takes an engine's views instead.
     Slots on the CPU are checked against the pool before anything is written. Slots on a GPU can't
     be read without waiting for it: there a slot outside the pool is skipped (stored nowhere, read
     as zeros), and two rows stored at one slot leave one of them.
 
     Args:
         num_layers: L. num_pages: N. page_size: G, any value >= 1. width: A.
-        dtype: bfloat16, float16, float32, or float64 for tests.
+        dtype: bfloat16, float16, float32, or float64 for tests; that of the rows stored and read.
         device: where the pool lies.
         impl: "triton" (kernels; never waits for the device) or "torch" (waits on a GPU). None
             means "triton" on CUDA devices and "torch" elsewhere.
+        format: how rows lie in memory, of the same width and dtype; None or a plain one for numbers
+            in `dtype`.
 
     Raises:
         ArgumentError: names every argument that can't be accepted; nothing was allocated.
@@ -46,58 +57,62 @@ class LatentCache:
         dtype: torch.dtype,
         device: torch.device | str,
         impl: Impl | None = None,
+        format: CacheFormat | None = None,
     ) -> None:
         device = torch.device(device)
-        found = layout_problems(width, dtype, page_size)
+        found = layout_problems(width, dtype, page_size) + format_problems(format, width, dtype)
         if num_layers < 1:
             found.append(f"num_layers is {num_layers}, accepted are values >= 1")
         if num_pages < 1:
             found.append(f"num_pages is {num_pages}, accepted are values >= 1")
-        found += impl_problems(impl, device)
+        found += impl_problems(impl, device, format)
         require(found, "LatentCache")
+        kind, columns = format.storage if format else (dtype, width)
         # A cache made under inference_mode may be written outside of it.
         with torch.inference_mode(False):
-            pool = torch.empty(num_layers, num_pages, page_size, width, dtype=dtype, device=device)
-        self._adopt(pool.unbind(0), impl)
+            pool = torch.empty(num_layers, num_pages, page_size, columns, dtype=kind, device=device)
+        self._adopt(pool.unbind(0), impl, format)
 
     @classmethod
-    def from_pool(cls, views: Sequence[Tensor], impl: Impl | None = None) -> LatentCache:
+    def from_pool(
+        cls, views: Sequence[Tensor], impl: Impl | None = None, format: CacheFormat | None = None
+    ) -> LatentCache:
         """Use an engine's memory: one `[N, G, A]` view a layer, rows contiguous inside a page.
 
         The page stride may exceed G * A (gaps between pages, layers interleaved) and is the same
-        for all layers.
+        for all layers. In a quantised format the views are bytes, `[N, G, bytes]` uint8; "fp8"
+        takes float8_e4m3fn views too.
 
         Raises:
             ArgumentError: lists everything that the views disagree on or that no kernel can read.
         """
-        require(pool_problems(views), "LatentCache.from_pool")
-        require(impl_problems(impl, views[0].device), "LatentCache.from_pool")
+        views = pool_bytes(views, format)
+        require(pool_problems(views, format), "LatentCache.from_pool")
+        require(impl_problems(impl, views[0].device, format), "LatentCache.from_pool")
         cache = cls.__new__(cls)
-        cache._adopt(tuple(views), impl)
+        cache._adopt(tuple(views), impl, format)
         return cache
 
-    def _adopt(self, layers: Sequence[Tensor], impl: Impl | None) -> None:
+    def _adopt(
+        self, layers: Sequence[Tensor], impl: Impl | None, format: CacheFormat | None
+    ) -> None:
         first = layers[0]
-        self.num_pages, self.page_size, self.width = first.shape
-        self.layout = CacheLayout(self.width, first.dtype, self.page_size)
-        self.dtype, self.device = first.dtype, first.device
+        self.format = quantised(format)
+        self.num_pages, self.page_size, columns = first.shape
+        self.width = self.format.width if self.format else columns
+        self.dtype, self.device = self.format.dtype if self.format else first.dtype, first.device
+        self.layout = CacheLayout(self.width, self.dtype, self.page_size, self.format)
         self.num_layers, self.num_slots = len(layers), self.num_pages * self.page_size
         self.impl: Impl = impl or default_impl(self.device)
         self._layers = tuple(layers)
-        if self.impl == "torch":
-            self._store, self._gather = rows.store_rows, rows.gather_rows
-            self._move = partial(rows.move_rows, self._layers)
-            self._copy = partial(rows.copy_pages, self._layers)
-        else:
-            from specmla.kernels import gather, move, store
-
-            table = move.LayerTable.of(self._layers)
-            self._store, self._gather = store.store_rows, gather.gather_rows
-            self._move = partial(move.move_rows, table)
-            self._copy = partial(move.copy_pages, table)
+        operations = cache_operations(self._layers, self.impl, self.format)
+        self._store, self._gather, self._move, self._copy = operations
 
     def layer(self, index: int) -> Tensor:
-        """View the pages [N, G, A] of one layer (the page stride may exceed G * A)."""
+        """View the pages [N, G, A] of one layer, [N, G, bytes] uint8 in a quantised format.
+
+        The page stride may exceed that of G rows.
+        """
         if not 0 <= index < self.num_layers:
             require([f"index is {index}, accepted are 0 .. {self.num_layers - 1}"], "layer")
         return self._layers[index]
@@ -126,6 +141,10 @@ class LatentCache:
                     f"{name} is {part.dtype} on {part.device}, accepted is {self.dtype} on "
                     f"{self.device}"
                 )
+        if not found and self.format and kv_latent.shape[1] != self.format.kv_lora_rank:
+            found.append(
+                f"kv_latent is {kv_latent.shape[1]} wide, accepted is {self.format.kv_lora_rank}"
+            )
         if not found and kv_latent.shape[1] + k_rope.shape[1] != self.width:
             found.append(
                 f"kv_latent is {kv_latent.shape[1]} and k_rope {k_rope.shape[1]} wide, accepted is "

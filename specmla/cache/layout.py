@@ -1,8 +1,8 @@
-"""The row format of a latent cache and its bytes.
+"""Bytes of a latent cache: of rows, pages and pools.
 
-A cached token is one row of A = C + R numbers, the normalised latent followed by the rotated key,
-in the cache's dtype; a page is G rows one after the other (DeepSeek-V2, arXiv 2405.04434, section
-2.1: what MLA caches). No scale, no padding.
+A cached token is one row of A = C + R numbers, the normalised latent followed by the rotated key
+(DeepSeek-V2, arXiv 2405.04434, section 2.1: what MLA caches); a page is G rows one after the other,
+without gaps. A row is plain, or as a `CacheFormat` says.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from specmla.cache.formats.base import DTYPES as DTYPES
+from specmla.cache.formats.base import CacheFormat
 from specmla.errors import require
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""Dtypes that a row may have; float64 is for tests against the reference."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,9 @@ class CacheLayout:
 
     Attributes:
         width: A = C + R, numbers in a row.
-        dtype: one of `DTYPES`.
+        dtype: of the rows that are stored and gathered.
         page_size: G, tokens in a page, any value >= 1.
+        format: None for plain rows; else the same width and dtype.
 
     Raises:
         ArgumentError: names every field that can't be accepted.
@@ -33,14 +33,18 @@ class CacheLayout:
     width: int
     dtype: torch.dtype
     page_size: int
+    format: CacheFormat | None = None
 
     def __post_init__(self) -> None:
         """Refuse what the cache can't hold."""
-        require(layout_problems(self.width, self.dtype, self.page_size), "CacheLayout")
+        found = layout_problems(self.width, self.dtype, self.page_size)
+        require(found + format_problems(self.format, self.width, self.dtype), "CacheLayout")
 
     @property
     def bytes_per_row(self) -> int:
         """Bytes of one token in one layer."""
+        if self.format is not None:
+            return self.format.bytes_per_row
         return self.width * self.dtype.itemsize
 
     @property
@@ -66,4 +70,16 @@ def layout_problems(width: int, dtype: torch.dtype, page_size: int) -> list[str]
         found.append(f"dtype is {dtype}, accepted are {[str(d) for d in DTYPES]}")
     if page_size < 1:
         found.append(f"page_size is {page_size}, accepted are values >= 1")
+    return found
+
+
+def format_problems(format: CacheFormat | None, width: int, dtype: torch.dtype) -> list[str]:
+    """List what a row format and its cache disagree on."""
+    if format is None:
+        return []
+    found = []
+    if format.width != width:
+        found.append(f"width is {width}, accepted is {format.width}, that of {format}")
+    if format.dtype != dtype:
+        found.append(f"dtype is {dtype}, accepted is {format.dtype}, that of {format}")
     return found

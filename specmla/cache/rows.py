@@ -16,7 +16,12 @@ from torch import Tensor
 def store_rows(pool: Tensor, kv_latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
     """Write `[kv_latent | k_rope]` rows ([T, C], [T, R]) at `slots` [T] of `pool` [N, G, C + R]."""
     # One joined copy and one indexed write are faster than two writes into column slices.
-    rows, keep = torch.cat([kv_latent, k_rope], dim=1).detach(), slots >= 0
+    put_rows(pool, torch.cat([kv_latent, k_rope], dim=1).detach(), slots)
+
+
+def put_rows(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Write rows [T, A] as they are at `slots` [T] of `pool` [N, G, A]."""
+    keep = slots >= 0
     if not keep.all():
         rows, slots = rows[keep], slots[keep]
     _put(pool, slots, rows)
