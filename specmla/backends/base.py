@@ -183,7 +183,11 @@ class AttentionBackend(abc.ABC):
         return part
 
     def scratch(self, size: StepSize) -> list[Buffer]:
-        """Say what `plan` reserves for a step of that size: the very buffers that it allocates."""
+        """Say what `plan` reserves for a step of that size: the very buffers that it allocates.
+
+        Raises:
+            UnsupportedError: there is no form for such a device.
+        """
         return []
 
     @abc.abstractmethod

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from specmla.backends.scratch import CpuScratch
+from specmla.backends.step_size import StepSize
+from specmla.buffers import Buffer
 from specmla.metadata import VerifyPart
 
 
@@ -70,6 +72,19 @@ class GatherPlan:
             page = self.slot.div(self.page_size, rounding_mode="floor")
             self._index[steps] = torch.add(self.slot, page, alpha=steps - self.page_size)
         return self._index[steps]
+
+
+def plan_buffers(size: StepSize) -> list[Buffer]:
+    """Say what a plan holds at most: slots, mask, rows without keys, and padding both ways."""
+    padded = size.num_requests * size.max_query_len
+    keys = size.num_requests * size.table_keys
+    rows = size.max_query_len * size.num_heads if size.max_query_len > 1 else 1
+    return [
+        Buffer((keys,), torch.int64),
+        Buffer((size.num_requests, rows, size.table_keys), torch.float32),
+        Buffer((size.num_requests, rows), torch.bool),
+        Buffer((padded + size.num_rows if padded != size.num_rows else 0,), torch.int64),
+    ]
 
 
 def build_gather_plan(part: VerifyPart, num_heads: int) -> GatherPlan | None:

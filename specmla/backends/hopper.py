@@ -16,7 +16,7 @@ from specmla.backends.base import (
 )
 from specmla.backends.step_size import StepSize
 from specmla.buffers import Buffer
-from specmla.errors import require
+from specmla.errors import UnsupportedError, require
 from specmla.kernels import inputs
 from specmla.kernels.hopper.bounds import plan_buffers, plan_shape
 from specmla.mask import DraftMask
@@ -24,6 +24,7 @@ from specmla.metadata import PrefillPart, VerifyPart
 from specmla.query import QueryLenSupport
 
 CAPABILITY = (9, 0)
+ARCH = "sm_90"
 MIN_SMS = 16
 SMALL_PAGES = (16, 32)
 
@@ -123,7 +124,14 @@ class HopperBackend(AttentionBackend):
         return dataclasses.replace(part, plan=make_plan(part, num_heads, self._run))
 
     def scratch(self, size: StepSize) -> list[Buffer]:
-        """Say what `plan` reserves: two slots an SM, or one for each run of each tile."""
+        """Say what `plan` reserves: two slots an SM, or one for each run of each tile.
+
+        Raises:
+            UnsupportedError: another architecture.
+        """
+        if size.device.arch != ARCH:
+            reason = f"architecture is {size.device.arch}, accepted is {ARCH}"
+            raise UnsupportedError(f"backend {self.capabilities.name!r}", [reason])
         shape = plan_shape(
             size.num_rows, size.num_requests, size.num_heads, self._run, size.table_keys
         )

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionBackend, AttentionOutput, Capabilities
-from specmla.backends.gather import GatherPlan, build_gather_plan
+from specmla.backends.gather import GatherPlan, build_gather_plan, plan_buffers
 from specmla.backends.scratch import CpuScratch
+from specmla.backends.step_size import StepSize
+from specmla.buffers import Buffer
 from specmla.errors import require
 from specmla.mask import DraftMask
 from specmla.metadata import PrefillPart, VerifyPart
@@ -49,6 +51,10 @@ class ReferenceBackend(AttentionBackend):
     ) -> VerifyPart:
         """Compute the gather indices and the mask of a step; nothing waits for the device."""
         return dataclasses.replace(part, plan=build_gather_plan(part, num_heads))
+
+    def scratch(self, size: StepSize) -> list[Buffer]:
+        """Say what `plan` reserves at most; rows gathered by a layer's call come on top."""
+        return plan_buffers(size)
 
     def forward_mqa(
         self,

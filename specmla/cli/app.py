@@ -91,11 +91,34 @@ def generate(
 
 
 @app.command()
-def info() -> int:
-    """Print versions, devices and why each backend is or isn't available."""
+def info(
+    model: Annotated[
+        Path | None, typer.Option(help="config.json or its directory: what serving it takes")
+    ] = None,
+    context: Annotated[str, typer.Option(help="tokens a request, as 8192, 8k or 1m")] = "8k",
+    batch: Annotated[int, typer.Option(help="requests at once")] = 1,
+    query_len: Annotated[int, typer.Option(help="rows a request in a verify, 1 + drafts")] = 5,
+    page_size: Annotated[int, typer.Option(help="tokens a page")] = 64,
+    dtype: Annotated[str, typer.Option(help="of the cache")] = "bfloat16",
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="bytes, as 141G (of 2**30) or 150GB (of 10**9)")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="that scratch is sized for; the present one, or sm_90:132")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="one JSON line; needs --model")] = False,
+) -> int:
+    """Print versions, devices and why each backend is or isn't available; or, of a model, what
+    its cache, workspace and scratch take and how many requests fit.
+    """
     from specmla.cli.info import run_info
+    from specmla.cli.memory import MemoryOptions, run_memory
 
-    return run_info()
+    if model is None:
+        return run_info(json)
+    return run_memory(
+        MemoryOptions(model, context, batch, query_len, page_size, dtype, gpu_memory, gpu, json)
+    )
 
 
 @app.command(

@@ -10,10 +10,16 @@ from specmla.backends.base import Requirements
 from specmla.backends.select import BACKENDS, get_backend
 from specmla.bench.environment import collect_env
 from specmla.cli.support import HEADER, support_row
+from specmla.errors import require
 
 
-def run_info() -> int:
-    """Print the environment and a paragraph per backend."""
+def run_info(json: bool = False) -> int:
+    """Print the environment and a paragraph per backend.
+
+    Raises:
+        ArgumentError: JSON is asked for, which only the account of a model has.
+    """
+    require(["json is True, accepted with --model alone"] if json else [], "info")
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"specmla {__version__}")
     for name, value in collect_env().items():
