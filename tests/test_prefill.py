@@ -84,11 +84,11 @@ def test_chunks_equal_one_pass_and_both_oracles(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [16, 48, 128])
+@pytest.mark.parametrize("rows", [2, 48, 128])
 def test_chunks_are_as_good_as_one_pass(rows: int, dtype: torch.dtype) -> None:
-    """Budget: that of one pass in the same dtype, after up to 40 merges."""
+    """Budget: that of one pass in the same dtype, even after 150 merges of a row."""
     batch = [(9, 300), (4, 4), (20, 150), (1, 222)]
-    case = make_prompt_case(batch, page_size=16, dtype=dtype, **SMALL)
+    case = make_prompt_case(batch, page_size=2, dtype=dtype, **SMALL)
     backend = ReferenceBackend()
     one_pass, chunked = case.attend(backend), case.attend(backend, case.workspace(rows))
     assert chunked.out.dtype is dtype

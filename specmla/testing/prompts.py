@@ -15,7 +15,7 @@ from specmla.batch_split import BatchRules
 from specmla.builder import MetadataBuilder
 from specmla.cache.latent import LatentCache
 from specmla.metadata import PrefillPart, RequestKind
-from specmla.prefill import PromptAttention
+from specmla.prefill import Latents, PromptAttention
 from specmla.reference import absorbed_mqa
 from specmla.testing.case import VerifyCase, make_case
 from specmla.workspace import PrefillWorkspace
@@ -69,6 +69,11 @@ class PromptCase:
         self, backend: AttentionBackend, workspace: PrefillWorkspace | None = None
     ) -> AttentionOutput:
         """Attend all requests as a layer does: values [T, H, V] and their LSE."""
+        attention, query, new = self.inputs(backend)
+        return attention.attend(query, new, self.part(backend, workspace))
+
+    def inputs(self, backend: AttentionBackend) -> tuple[PromptAttention, Tensor, Latents]:
+        """Give a layer's attention, the query rows [T, H, P + R] and the latents of these rows."""
         cache = LatentCache.from_pool([self.base.latent_cache])
         attention = PromptAttention(
             backend, self.base.softmax_scale, partial(cache.gather, 0), self.expand
@@ -76,8 +81,7 @@ class PromptCase:
         new = cache.gather(0, self._new_slots())
         rank = self.base.spec.kv_lora_rank
         query = torch.cat((self.q_nope, self.base.q_rope), dim=-1)
-        part = self.part(backend, workspace)
-        return attention.attend(query, (new[:, :rank], new[:, rank:]), part)
+        return attention, query, (new[:, :rank], new[:, rank:])
 
     def expand(self, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Up-project [n, C] and [n, R] to keys [n, H, P + R] and values [n, H, V]."""
