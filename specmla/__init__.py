@@ -35,6 +35,8 @@ from specmla.metadata import (
 from specmla.models.config import DeepseekConfig
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.weights import load_checkpoint, reload_checkpoint, save_checkpoint
+from specmla.quant_key import QuantKey
+from specmla.quant_output import QuantOutput
 from specmla.query import QueryLenSupport, pad_heads, reshape_query_for_spec_decode
 from specmla.reference import merge_attention_states
 from specmla.staging import send_arrays
@@ -73,6 +75,8 @@ __all__ = [
     "NumericsError",
     "PoolFullError",
     "PrefillPart",
+    "QuantKey",
+    "QuantOutput",
     "QueryLenSupport",
     "RequestKind",
     "RequestResult",

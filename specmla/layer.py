@@ -35,9 +35,10 @@ from torch import Tensor, nn
 from specmla.backends.base import AttentionBackend
 from specmla.cache.latent import LatentCache
 from specmla.config import MLAConfig
-from specmla.errors import ArgumentError
+from specmla.errors import require
 from specmla.metadata import PrefillPart, StepMetadata, VerifyPart
 from specmla.prefill import Latents, PromptAttention
+from specmla.quant_output import QuantOutput
 from specmla.rope import RopeAngles
 
 # The norms of the two bottlenecks: fixed in the published models, whatever rms_norm_eps says.
@@ -101,16 +102,48 @@ class MLAAttention(nn.Module):
             ArgumentError: another number of rows than `metadata` has, or rows that the cache or
                 the backend refuse.
         """
+        attended = self.attend(hidden, angles, cache, layer_id, metadata, backend)
+        projected: Tensor = self.o_proj(attended)
+        return projected
+
+    @torch.no_grad()
+    def attend(
+        self,
+        hidden: Tensor,
+        angles: RopeAngles,
+        cache: LatentCache,
+        layer_id: int,
+        metadata: StepMetadata,
+        backend: AttentionBackend,
+        output: QuantOutput | None = None,
+    ) -> Tensor:
+        """Do all that `forward` does before `o_proj`, for an engine that has that quantised.
+
+        Args:
+            hidden, angles, cache, layer_id, metadata, backend: as `forward`.
+            output: takes the lifted rows, quantised from the model's dtype.
+
+        Returns:
+            [T, H * V], or the first T rows of the output's values.
+
+        Raises:
+            ArgumentError: as `forward`, or an output of too few rows, of another width or dtype;
+                nothing was stored.
+        """
+        width = self.config.num_heads * self.config.v_head_dim
+        reasons = (
+            output.problems(metadata.num_rows, width, hidden.dtype) if output is not None else []
+        )
         if hidden.shape[:-1] != metadata.positions.shape:
-            raise ArgumentError(
-                f"MLAAttention: hidden has shape {tuple(hidden.shape)}, accepted is "
+            reasons.append(
+                f"hidden has shape {tuple(hidden.shape)}, accepted is "
                 f"[T={metadata.num_rows}, D={self.config.hidden_size}]"
             )
+        if reasons:
+            require(reasons, "MLAAttention")
         q_nope, q_rope, kv_latent, k_rope = self._project(hidden, angles)
         cache.store(layer_id, kv_latent, k_rope, metadata.slot_mapping)
         verify, prefill, split = metadata.verify, metadata.prefill, metadata.num_verify_rows
-        if prefill is None and verify is None:
-            return hidden  # no rows at all
         parts = []
         if verify is not None:
             rows = cache.layer(layer_id)
@@ -121,8 +154,10 @@ class MLAAttention(nn.Module):
             new = kv_latent[split:], k_rope[split:]
             gather = partial(cache.gather, layer_id)
             parts.append(self.forward_mha(query, new, gather, prefill, backend))
-        projected: Tensor = self.o_proj(parts[0] if len(parts) == 1 else torch.cat(parts))
-        return projected
+        if not parts:
+            parts.append(hidden.new_empty(0, width))
+        lifted = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return output.write(lifted) if output is not None else lifted
 
     def forward_mqa(
         self,
