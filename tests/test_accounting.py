@@ -22,6 +22,8 @@ from specmla.backends.hopper import HopperBackend
 from specmla.backends.reference import ReferenceBackend
 from specmla.backends.step_size import StepSize
 from specmla.buffers import total_bytes
+from specmla.cache.formats import cache_format
+from specmla.cache.formats.names import QUANTISED_NAMES
 from specmla.cache.layout import CacheLayout
 from specmla.errors import ArgumentError
 from specmla.kernels.launch import Device
@@ -98,6 +100,17 @@ def test_the_pool_is_what_was_counted() -> None:
         found = account(ModelSize(SMALL, 3), layout, load)
         cache = LatentCache(3, 2 * found.pages_per_request, page_size, 48, dtype, "cpu")
         assert cache.layer(0).untyped_storage().nbytes() == found.cache_bytes(2)
+
+
+@pytest.mark.parametrize("name", QUANTISED_NAMES)
+def test_the_pool_of_a_quantised_format_is_what_was_counted(name: str) -> None:
+    fmt = cache_format(name, 512, 64)
+    layout = CacheLayout(576, torch.bfloat16, 64, fmt)
+    found = account(ModelSize(V3, 3), layout, Load(100, 2, 1, H200))
+    cache = LatentCache(3, 4, 64, 576, torch.bfloat16, "cpu", format=fmt)
+    assert cache.layer(0).untyped_storage().nbytes() == found.cache_bytes(2)
+    assert found.bytes_per_token == 3 * fmt.bytes_per_row < 3 * 1152
+    assert found.mha_bytes_per_row == 81_920
 
 
 def test_the_workspace_is_what_was_counted() -> None:

@@ -107,6 +107,8 @@ def test_text(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--query-len", "9", "--context", "8"], "query_len is 9"),
         (["--page-size", "0"], "page_size is 0"),
         (["--dtype", "int8"], "int8"),
+        (["--cache-format", "fp8_e5m2"], "e5m2"),
+        (["--cache-format", "magic"], "name is 'magic'"),
         (["--gpu-memory", "lots"], "gpu_memory is 'lots'"),
         (["--gpu-memory", "0"], "gpu_memory is '0'"),
         (["--gpu", "h200"], "gpu is 'h200'"),
@@ -144,6 +146,13 @@ def test_bad_configs(
     captured = capsys.readouterr()
     assert len(captured.err.splitlines()) == 1
     assert word in captured.err
+
+
+def test_a_quantised_format(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "--model", config, "--cache-format", "fp8_ds_mla")
+    assert found["cache_format"] == "fp8_ds_mla"
+    assert found["bytes_per_token_and_layer"] == {"mla": 656, "mha": 81_920, "gqa_8": 4096}
+    assert found["workspace_bytes"] == 65_536 * 1152
 
 
 def test_json_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specmla.cache.formats.base import CacheFormat
+from specmla.cache.formats.plain import quantised
 from specmla.cache.layout import CacheLayout, format_problems, layout_problems
 from specmla.cache.operations import cache_operations
 from specmla.cache.pool import (
@@ -21,7 +22,6 @@ from specmla.cache.pool import (
     impl_problems,
     pool_bytes,
     pool_problems,
-    quantised,
 )
 from specmla.errors import require
 
@@ -67,10 +67,10 @@ class LatentCache:
             found.append(f"num_pages is {num_pages}, accepted are values >= 1")
         found += impl_problems(impl, device, format)
         require(found, "LatentCache")
-        kind, columns = format.storage if format else (dtype, width)
+        layout = CacheLayout(width, dtype, page_size, format)
         # A cache made under inference_mode may be written outside of it.
         with torch.inference_mode(False):
-            pool = torch.empty(num_layers, num_pages, page_size, columns, dtype=kind, device=device)
+            pool = layout.pool(num_pages, num_layers).empty(device)
         self._adopt(pool.unbind(0), impl, format)
 
     @classmethod

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specmla.buffers import Buffer
 from specmla.cache.formats.base import DTYPES as DTYPES
 from specmla.cache.formats.base import CacheFormat
 from specmla.errors import require
@@ -54,7 +55,12 @@ class CacheLayout:
 
     def bytes_per_pool(self, num_pages: int, num_layers: int = 1) -> int:
         """Bytes of `num_pages` pages in `num_layers` layers."""
-        return num_layers * num_pages * self.bytes_per_page
+        return self.pool(num_pages, num_layers).num_bytes
+
+    def pool(self, num_pages: int, num_layers: int = 1) -> Buffer:
+        """Give the tensor [L, N, G, columns] that holds so many pages: what a cache allocates."""
+        dtype, columns = self.format.storage if self.format else (self.dtype, self.width)
+        return Buffer((num_layers, num_pages, self.page_size, columns), dtype)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens of one request: ceil(num_tokens / G)."""

@@ -99,7 +99,10 @@ def info(
     batch: Annotated[int, typer.Option(help="requests at once")] = 1,
     query_len: Annotated[int, typer.Option(help="rows a request in a verify, 1 + drafts")] = 5,
     page_size: Annotated[int, typer.Option(help="tokens a page")] = 64,
-    dtype: Annotated[str, typer.Option(help="of the cache")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="of plain cache rows")] = "bfloat16",
+    cache_format: Annotated[
+        str | None, typer.Option(help="of quantised rows: fp8, fp8_ds_mla, ...")
+    ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(help="bytes, as 141G (of 2**30) or 150GB (of 10**9)")
     ] = None,
@@ -117,7 +120,9 @@ def info(
     if model is None:
         return run_info(json)
     return run_memory(
-        MemoryOptions(model, context, batch, query_len, page_size, dtype, gpu_memory, gpu, json)
+        MemoryOptions(
+            model, context, batch, query_len, page_size, dtype, cache_format, gpu_memory, gpu, json
+        )
     )
 
 

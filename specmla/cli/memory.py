@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from specmla.accounting import GQA_HEADS, Account, Load, ModelSize, account
+from specmla.cache.formats import cache_format
 from specmla.cache.layout import CacheLayout
 from specmla.cli.checkpoint import parse_dtype
 from specmla.errors import ArgumentError, CheckpointError
@@ -39,6 +40,7 @@ class MemoryOptions:
     query_len: int
     page_size: int
     dtype: str
+    cache_format: str | None
     gpu_memory: str | None
     gpu: str | None
     json: bool
@@ -55,8 +57,7 @@ def run_memory(options: MemoryOptions) -> int:
     device = _device(options.gpu)
     load = Load(parse_tokens(options.context), options.batch, options.query_len, device)
     model = ModelSize.from_hf(_read_config(options.model))
-    width = model.attention.cache_width
-    found = account(model, CacheLayout(width, parse_dtype(options.dtype), options.page_size), load)
+    found = account(model, _layout(options, model), load)
     if options.json:
         print(json.dumps(as_json(found, memory)))
         return 0
@@ -64,6 +65,14 @@ def run_memory(options: MemoryOptions) -> int:
     for line in as_lines(found, memory):
         console.print(line, markup=False)
     return 0
+
+
+def _layout(options: MemoryOptions, model: ModelSize) -> CacheLayout:
+    at, dtype, packed = model.attention, parse_dtype(options.dtype), None
+    if options.cache_format is not None:
+        rows = at.kv_lora_rank, at.qk_rope_head_dim
+        packed = cache_format(options.cache_format, *rows, dtype=dtype)
+    return CacheLayout(at.cache_width, dtype, options.page_size, packed)
 
 
 def parse_tokens(text: str) -> int:
@@ -100,6 +109,7 @@ def as_json(found: Account, memory: int | None) -> dict[str, Any]:
         "num_layers": model.num_layers,
         "page_size": layout.page_size,
         "dtype": str(layout.dtype).removeprefix("torch."),
+        "cache_format": layout.format.name if layout.format else None,
         "device": {"arch": found.load.device.arch, "num_sms": found.load.device.num_sms},
         "bytes_per_token_and_layer": {
             "mla": layout.bytes_per_row,
@@ -130,7 +140,7 @@ def as_lines(found: Account, memory: int | None) -> Iterator[str]:
     """Say the same for people."""
     load, layout, model = found.load, found.layout, found.model
     row, layers = layout.bytes_per_row, model.num_layers
-    name = str(layout.dtype).removeprefix("torch.")
+    name = layout.format.name if layout.format else str(layout.dtype).removeprefix("torch.")
     yield f"{load.batch} requests of {load.context} tokens, {layers} layers"
     yield f"cache, {name}, pages of {layout.page_size} tokens"
     yield f"  a token and layer: {row:,} B"
