@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specmla.backends.format_reasons import format_reasons, name_reasons
 from specmla.backends.step_size import StepSize
 from specmla.buffers import Buffer
+from specmla.cache.formats.base import CacheFormat
+from specmla.cache.formats.plain import quantised
 from specmla.errors import UnsupportedError
 from specmla.mask import DraftMask
 from specmla.metadata import PrefillPart, VerifyPart
@@ -39,6 +42,7 @@ class Requirements:
     masks: frozenset[DraftMask] = frozenset({DraftMask.CAUSAL})
     query_len_support: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
     batch_invariant: bool = False
+    format: CacheFormat | None = None  # of the cache; None or plain for rows in `dtype`
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Capabilities:
         priority: higher is preferred by `select_backend`.
         batch_invariant: the constructor takes it, and then a row's bits depend on its own query and
             keys alone.
+        formats: quantised cache formats that the constructor takes, by name, beside plain rows.
         reorder_batch_threshold: most rows of an extend that the absorbed path serves faster than
             up-projection; `BatchRules` raises it to the rows of a verify.
         summary: one line for people.
@@ -75,6 +80,7 @@ class Capabilities:
     min_capability: tuple[int, int] | None = None
     priority: int = 0
     batch_invariant: bool = False
+    formats: tuple[str, ...] = ()
     reorder_batch_threshold: int = 1
     summary: str = ""
 
@@ -89,6 +95,8 @@ class AttentionBackend(abc.ABC):
     capabilities: Capabilities
     batch_invariant: bool = False
     """Whether this one was built so."""
+    cache_format: CacheFormat | None = None
+    """Quantised format that this one was built for; None for plain rows."""
 
     def problems(self, need: Requirements) -> list[str]:
         """List every reason why this backend can't serve `need`; empty if it can."""
@@ -120,6 +128,7 @@ class AttentionBackend(abc.ABC):
                 "one built with batch_invariant=True" if has.batch_invariant else "another backend"
             )
             found.append(f"batch_invariant is needed, accepted is {way}")
+        found += format_reasons(need, has.formats, self.cache_format)
         missing = sorted(m.value for m in need.masks - has.masks)
         if missing:
             served = sorted(m.value for m in has.masks)
@@ -143,18 +152,24 @@ class AttentionBackend(abc.ABC):
         return [f"compute capability is {got[0]}.{got[1]}, accepted is {least[0]}.{least[1]} on"]
 
     @classmethod
-    def make(cls, *, batch_invariant: bool = False) -> AttentionBackend:
-        """Build the backend with its usual settings, or such that its results are batch-invariant.
+    def make(
+        cls, *, batch_invariant: bool = False, cache_format: CacheFormat | None = None
+    ) -> AttentionBackend:
+        """Build the backend with its usual settings, batch-invariant or for a cache format.
 
         Raises:
-            UnsupportedError: it has no batch-invariant results.
+            UnsupportedError: it has no batch-invariant results or does not read the format.
         """
-        if not batch_invariant:
-            return cls()
-        if not cls.capabilities.batch_invariant:
-            reasons = ["batch_invariant is True, accepted is False"]
-            raise UnsupportedError(f"backend {cls.capabilities.name!r}", reasons)
-        return cls(**{"batch_invariant": True})
+        has, packed = cls.capabilities, quantised(cache_format)
+        options: dict[str, Any] = {"batch_invariant": True} if batch_invariant else {}
+        reasons = name_reasons(packed, has.formats)
+        if batch_invariant and not has.batch_invariant:
+            reasons.append("batch_invariant is True, accepted is False")
+        if reasons:
+            raise UnsupportedError(f"backend {has.name!r}", reasons)
+        if packed is not None:
+            options["cache_format"] = packed
+        return cls(**options)
 
     def check(self, need: Requirements) -> None:
         """Raise `UnsupportedError` with all reasons unless this backend can serve `need`."""
@@ -205,7 +220,8 @@ class AttentionBackend(abc.ABC):
         Args:
             q_latent: [T, H, C], any strides with the last one 1.
             q_rope: [T, H, R], likewise; R may be 0.
-            latent_cache: [N, G, C + R], rows contiguous, page stride taken from the tensor.
+            latent_cache: [N, G, C + R], rows contiguous, page stride taken from the tensor; rows of
+                bytes [N, G, bytes] uint8 if the backend was built for a quantised `cache_format`.
             part: the verify rows.
             softmax_scale: (P + R)^-0.5, times YaRN's factor; never taken from a width.
 

@@ -17,6 +17,9 @@ from specmla.backends.gather import GatherPlan, build_gather_plan, plan_buffers
 from specmla.backends.scratch import CpuScratch
 from specmla.backends.step_size import StepSize
 from specmla.buffers import Buffer
+from specmla.cache.formats.base import CacheFormat, byte_problems
+from specmla.cache.formats.names import QUANTISED_NAMES
+from specmla.cache.formats.plain import quantised
 from specmla.errors import require
 from specmla.mask import DraftMask
 from specmla.metadata import PrefillPart, VerifyPart
@@ -27,7 +30,12 @@ PREFILL_ROWS = 256
 
 
 class ReferenceBackend(AttentionBackend):
-    """Attends in plain torch; what a CPU runs, and what other backends are compared with."""
+    """Attends in plain torch; what a CPU runs, and what other backends are compared with.
+
+    Args:
+        cache_format: quantised format of the caches to read; rows are dequantised as they are
+            gathered, in the dtype that is computed in.
+    """
 
     capabilities = Capabilities(
         name="reference",
@@ -35,11 +43,13 @@ class ReferenceBackend(AttentionBackend):
         masks=frozenset(DraftMask),
         dtypes=(torch.float64, torch.float32, torch.float16, torch.bfloat16),
         device_types=("cpu", "cuda"),
+        formats=QUANTISED_NAMES,
         summary="plain torch, float32 arithmetic (float64 for float64), any shape",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, cache_format: CacheFormat | None = None) -> None:
         self._scratch = CpuScratch()
+        self.cache_format = quantised(cache_format)
 
     def plan(
         self,
@@ -71,7 +81,8 @@ class ReferenceBackend(AttentionBackend):
             ArgumentError: shapes, dtypes or page size that disagree, or a part that this backend
                 has not planned; all reasons are listed.
         """
-        require(_mqa_problems(q_latent, q_rope, latent_cache, part), "ReferenceBackend.forward_mqa")
+        found = _mqa_problems(q_latent, q_rope, latent_cache, part, self.cache_format)
+        require(found, "ReferenceBackend.forward_mqa")
         plan = part.plan
         if plan is None:
             return _empty_state(q_latent.shape, q_latent)
@@ -94,6 +105,9 @@ class ReferenceBackend(AttentionBackend):
         return AttentionOutput(out.to(q_latent.dtype), lse.float())
 
     def _widen(self, cached: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.cache_format is not None:
+            rows = self.cache_format.dequantise(cached.view(-1, cached.shape[2]), dtype)
+            return rows.view(*cached.shape[:2], -1)
         if cached.dtype == dtype or cached.device.type != "cpu":
             return cached.to(dtype)
         return self._scratch.empty(cached.shape, dtype).copy_(cached)
@@ -162,9 +176,17 @@ def _mha_block(
 
 
 def _mqa_problems(
-    q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, part: VerifyPart
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    part: VerifyPart,
+    format: CacheFormat | None,
 ) -> list[str]:
-    found = _tensor_problems(q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache)
+    if format is None:
+        found = _tensor_problems(q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache)
+    else:
+        found = _tensor_problems(q_latent=q_latent, q_rope=q_rope)
+        found += byte_problems(format, q_latent, q_rope, latent_cache)
     if q_latent.dim() == 0 or q_rope.dim() == 0:
         return [*found, "q_latent and q_rope have no dimension, accepted are three"]
     if q_latent.dim() != 3 or q_latent.shape[0] != part.num_rows or not q_latent.shape[1]:
@@ -173,11 +195,11 @@ def _mqa_problems(
         found.append(
             f"q_rope is {tuple(q_rope.shape)}, accepted is {tuple(q_latent.shape[:2])} + R"
         )
-    width = q_latent.shape[-1] + q_rope.shape[-1]
+    width = format.bytes_per_row if format else q_latent.shape[-1] + q_rope.shape[-1]
     if latent_cache.dim() != 3 or latent_cache.shape[1:] != (part.page_size, width):
         found.append(
             f"latent_cache is {tuple(latent_cache.shape)}, accepted is "
-            f"[N, G={part.page_size}, C + R={width}]"
+            f"[N, G={part.page_size}, {'bytes' if format else 'C + R'}={width}]"
         )
     if (
         isinstance(part.plan, GatherPlan)

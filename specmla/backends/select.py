@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specmla.backends.base import AttentionBackend, Requirements
+from specmla.cache.formats.base import CacheFormat
+from specmla.cache.formats.plain import quantised
 from specmla.errors import ArgumentError, UnsupportedError
 
 
@@ -40,24 +42,29 @@ BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
 }
 
 
-def get_backend(name: str, *, batch_invariant: bool = False) -> AttentionBackend:
+def get_backend(
+    name: str, *, batch_invariant: bool = False, cache_format: CacheFormat | None = None
+) -> AttentionBackend:
     """Make the backend of that name, whether or not it can run here.
 
     Raises:
         ArgumentError: an unknown name.
-        UnsupportedError: batch-invariant results are asked for and it has none.
+        UnsupportedError: batch-invariant results or a cache format are asked for and it has none.
     """
     if name not in BACKENDS:
         raise ArgumentError(f"backend is {name!r}, accepted are {sorted(BACKENDS)}")
-    return BACKENDS[name]().make(batch_invariant=batch_invariant)
+    return BACKENDS[name]().make(batch_invariant=batch_invariant, cache_format=cache_format)
 
 
 def _made_for(need: Requirements, name: str) -> AttentionBackend:
-    """Make it batch-invariant where that is needed; if it can't be, `problems` says so."""
-    backend = get_backend(name)
-    if need.batch_invariant and backend.capabilities.batch_invariant:
-        return backend.make(batch_invariant=True)
-    return backend
+    """Make it as needed in what it can be; of the rest `problems` will tell."""
+    has = get_backend(name).capabilities
+    packed = quantised(need.format)
+    return get_backend(
+        name,
+        batch_invariant=need.batch_invariant and has.batch_invariant,
+        cache_format=packed if packed and packed.name in has.formats else None,
+    )
 
 
 def _rank(backend: AttentionBackend, need: Requirements) -> tuple[bool, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specmla.cache.formats.base import CacheFormat
 from specmla.cache.formats.names import REFUSED_ROW_BYTES
-from specmla.cache.formats.plain import PlainFormat
+from specmla.cache.formats.plain import quantised
 from specmla.cache.layout import format_problems, layout_problems
 from specmla.cache.operations import KERNEL_FORMATS
 
@@ -21,11 +21,6 @@ Impl = Literal["triton", "torch"]
 def default_impl(device: torch.device) -> Impl:
     """Name the implementation that `impl=None` stands for."""
     return "triton" if device.type == "cuda" else "torch"
-
-
-def quantised(format: CacheFormat | None) -> CacheFormat | None:
-    """Give the format, or None if rows are plain numbers."""
-    return None if isinstance(format, PlainFormat) else format
 
 
 def impl_problems(

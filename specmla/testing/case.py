@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionBackend, AttentionOutput
-from specmla.errors import ArgumentError
+from specmla.cache.formats.base import CacheFormat
+from specmla.cache.formats.plain import quantised
+from specmla.cache.layout import format_problems
+from specmla.errors import ArgumentError, require
 from specmla.mask import MAX_TREE_NODES, DraftMask
 from specmla.metadata import RequestKind, RequestRows, VerifyPart
 from specmla.query import QueryLenSupport, decode_rows
@@ -39,9 +42,11 @@ class CaseSpec:
         page_gap: elements between one page's end and the next page's start, NaN.
         spare_pages: pages that no request owns, NaN.
         windows: give every other request a random first visible key.
-        poison: value of every slot at or past a request's length, of gaps and of unused pages.
+        poison: value of every slot at or past a request's length, of gaps and of unused pages;
+            a quantised cache has bytes 0xff there, NaN as a code and as a scale.
         unused_cell: value of the block-table cells past a request's pages.
         softmax_scale: never derived from the widths here.
+        cache_format: None for plain rows in `dtype`; else of the same widths and dtype.
     """
 
     batch: str | Sequence[tuple[int, int]]
@@ -60,13 +65,15 @@ class CaseSpec:
     poison: float = float("nan")
     unused_cell: int = ABSURD_PAGE
     softmax_scale: float = DEEPSEEK_SCALE
+    cache_format: CacheFormat | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an unknown layout.
+        """Refuse an unknown layout and a format of another size.
 
         Raises:
             ArgumentError: names it and the accepted ones.
         """
+        require(format_problems(self.cache_format, self.width, self.dtype), "CaseSpec")
         if self.query_layout not in QUERY_LAYOUTS:
             raise ArgumentError(
                 f"query_layout is {self.query_layout!r}, accepted are {list(QUERY_LAYOUTS)}"
@@ -84,7 +91,8 @@ class VerifyCase:
 
     Attributes:
         q_latent: [T, H, C]. q_rope: [T, H, R]. Strides as `spec.query_layout` says.
-        latent_cache: [N, G, C + R], page stride larger than G * (C + R) by `spec.page_gap`.
+        latent_cache: [N, G, C + R], page stride larger than G * (C + R) by `spec.page_gap`; bytes
+            [N, G, bytes] with `spec.cache_format`.
         requests: one entry a request, pages permuted over the pool.
     """
 
@@ -98,6 +106,16 @@ class VerifyCase:
     def softmax_scale(self) -> float:
         """The scale to pass on."""
         return self.spec.softmax_scale
+
+    def rows(self) -> Tensor:
+        """Give what the cache holds as numbers [N, G, C + R]: float64 if they are quantised."""
+        packed = quantised(self.spec.cache_format)
+        if packed is None:
+            return self.latent_cache
+        num_pages, page, _ = self.latent_cache.shape
+        return packed.dequantise(self.latent_cache.flatten(0, 1), torch.float64).view(
+            num_pages, page, -1
+        )
 
     def tables(self) -> VerifyPart:
         """Write the tables, unplanned, unused cells absurd."""
@@ -212,12 +230,18 @@ def _query(spec: CaseSpec, num_rows: int, width: int, generator: torch.Generator
 def _cache(
     spec: CaseSpec, requests: Sequence[RequestRows], num_pages: int, generator: torch.Generator
 ) -> Tensor:
-    page, width = spec.page_size, spec.width
+    page, packed = spec.page_size, quantised(spec.cache_format)
+    kind, width = packed.storage if packed else (spec.dtype, spec.width)
     stride = page * width + spec.page_gap
-    pool = torch.full((num_pages * stride,), spec.poison, dtype=spec.dtype, device=spec.device)
+    poison = 0xFF if packed else spec.poison
+    pool = torch.full((num_pages * stride,), poison, dtype=kind, device=spec.device)
     cache = pool.as_strided((num_pages, page, width), (stride, width, 1))
     for r in requests:
-        values = torch.randn((r.seq_len, width), generator=generator).to(spec.device, spec.dtype)
+        values = torch.randn((r.seq_len, spec.width), generator=generator)
+        values = values.to(spec.device, spec.dtype)
+        if packed:
+            rank = spec.kv_lora_rank
+            values = packed.quantise(values[:, :rank], values[:, rank:])
         for i, block in enumerate(r.block_ids):
             part = values[i * page : (i + 1) * page]
             cache[block, : part.shape[0]] = part

@@ -54,6 +54,7 @@ class CheckCase:
             page_size=spec.page_size,
             masks=frozenset({spec.mask}),
             query_len_support=QueryLenSupport.VARLEN if len(lens) > 1 else QueryLenSupport.UNIFORM,
+            format=spec.cache_format,
         )
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ def run_oracle(case: VerifyCase, part: VerifyPart, dtype: torch.dtype) -> Attent
     return absorbed_mqa(
         case.q_latent.to(dtype),
         case.q_rope.to(dtype),
-        case.latent_cache,
+        case.rows(),
         part,
         softmax_scale=case.softmax_scale,
     )
@@ -51,7 +51,7 @@ class Oracle:
         lse_dtype = torch.promote_types(dtype, torch.float32)
         plain_lse = plain.lse if lse_dtype is dtype else run_oracle(case, part, lse_dtype).lse
         exact = run_oracle(case, part, torch.float64)
-        return cls(dtype, exact, plain, plain_lse, case.latent_cache.shape[-1])
+        return cls(dtype, exact, plain, plain_lse, case.spec.width)
 
     def check(self, got: Attended, *, factor: float = 2.0) -> None:
         """Assert that a result is right, in output, LSE and empty rows.

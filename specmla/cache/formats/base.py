@@ -159,3 +159,29 @@ def scale_problems(k_scale: float, v_scale: float | None, largest: float) -> lis
         near = float(torch.tensor(k_scale, dtype=torch.float32))
         found.append(f"k_scale is {k_scale!r}, accepted are float32 values such as {near!r}")
     return found
+
+
+def byte_problems(
+    format: CacheFormat, q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor
+) -> list[str]:
+    """List what a query ([T, H, C], [T, H, R]) and bytes [N, G, bytes] disagree on with a format.
+
+    The shape of the pages is the caller's to check.
+    """
+    found = []
+    dims, wanted = (
+        (*q_latent.shape[-1:], *q_rope.shape[-1:]),
+        (format.kv_lora_rank, format.qk_rope_head_dim),
+    )
+    if dims != wanted:
+        found.append(f"the query is (C, R) = {dims} wide, accepted is {wanted}, that of {format}")
+    if latent_cache.dtype != torch.uint8 or latent_cache.device != q_latent.device:
+        found.append(
+            f"latent_cache is {latent_cache.dtype} on {latent_cache.device}, accepted is "
+            f"torch.uint8 on {q_latent.device}: the backend was built for {format.name!r}"
+        )
+    elif latent_cache.dim() == 3 and latent_cache.stride(2) != 1:
+        found.append(
+            f"latent_cache has strides {latent_cache.stride()}, accepted is a last stride of 1"
+        )
+    return found

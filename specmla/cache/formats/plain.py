@@ -46,3 +46,8 @@ class PlainFormat(CacheFormat):
     def dequantise(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Give the rows themselves; see `CacheFormat.dequantise`."""
         return rows.to(dtype or self.dtype)
+
+
+def quantised(format: CacheFormat | None) -> CacheFormat | None:
+    """Give the format, or None if rows are plain numbers."""
+    return None if isinstance(format, PlainFormat) else format
