@@ -71,7 +71,7 @@ def test_chunks_equal_one_pass_and_both_oracles(
     case = make_prompt_case(
         lens, page_size=page_size, dtype=torch.float64, seed=seed, page_gap=5, **SMALL
     )
-    backend, exact = ReferenceBackend(), case.exact()
+    backend, exact = ReferenceBackend(), case.oracle()
     assert_merged_is(expanded(case), exact, 0)
     assert_merged_is(case.attend(backend), exact, 0)
     fits = case.workspace(max(page_size, sum(s for _, s in lens)))
@@ -94,7 +94,7 @@ def test_chunks_are_as_good_as_one_pass(rows: int, dtype: torch.dtype) -> None:
     assert chunked.out.dtype is dtype
     assert chunked.lse.dtype is torch.float32
     assert_attention_within_budget(
-        chunked, case.exact(), one_pass, one_pass.lse, score_width=SMALL["nope_dim"] + 8
+        chunked, case.oracle(), one_pass, one_pass.lse, score_width=SMALL["nope_dim"] + 8
     )
 
 
@@ -149,7 +149,7 @@ def test_the_budget_is_one_block_at_least_and_chunks_stay_in_the_workspace() -> 
 
     got = Watching(**vars(case)).attend(ReferenceBackend(), workspace)
     assert seen == [(False, 3), *[(True, 16)] * 6, (True, 4)]
-    assert_merged_is(got, case.exact(), 7)
+    assert_merged_is(got, case.oracle(), 7)
 
 
 def test_no_device_to_host_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_triton_kernel_serves_chunks(batch: list[tuple[int, int]]) -> None:
     case = make_prompt_case(batch, page_size=16, **SMALL)
     got = case.attend(TritonBackend(), case.workspace(32))
     plain = case.attend(ReferenceBackend(), case.workspace(32))
-    assert_attention_within_budget(got, case.exact(), plain, plain.lse, score_width=20)
+    assert_attention_within_budget(got, case.oracle(), plain, plain.lse, score_width=20)
 
 
 def test_the_order_of_requests_does_not_matter() -> None:

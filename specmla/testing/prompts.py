@@ -89,17 +89,17 @@ class PromptCase:
         shared = k_rope[:, None].expand(*k_nope.shape[:2], k_rope.shape[-1])
         return torch.cat((k_nope, shared), -1), torch.einsum("nc,hcv->nhv", kv_latent, self.w_uv)
 
-    def exact(self) -> AttentionOutput:
-        """Attend in float64 by the absorbed specification, which up-projects no key."""
-        q_latent = torch.einsum("thp,hpc->thc", self.q_nope.double(), self.w_uk.double())
+    def oracle(self, dtype: torch.dtype = torch.float64) -> AttentionOutput:
+        """Attend in `dtype` by the absorbed specification, which up-projects no key."""
+        q_latent = torch.einsum("thp,hpc->thc", self.q_nope.to(dtype), self.w_uk.to(dtype))
         got = absorbed_mqa(
             q_latent,
-            self.base.q_rope.double(),
+            self.base.q_rope.to(dtype),
             self.base.latent_cache,
             self.base.tables(),
             softmax_scale=self.base.softmax_scale,
         )
-        return AttentionOutput(torch.einsum("thc,hcv->thv", got.out, self.w_uv.double()), got.lse)
+        return AttentionOutput(torch.einsum("thc,hcv->thv", got.out, self.w_uv.to(dtype)), got.lse)
 
     def _new_slots(self) -> Tensor:
         ends = [self.base.slots(i) for i in range(len(self.base.requests))]
