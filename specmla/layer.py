@@ -37,7 +37,7 @@ from specmla.cache.latent import LatentCache
 from specmla.config import MLAConfig
 from specmla.errors import require
 from specmla.metadata import PrefillPart, StepMetadata, VerifyPart
-from specmla.prefill import Latents, PromptAttention
+from specmla.prefill import PromptAttention
 from specmla.quant_output import QuantOutput
 from specmla.rope import RopeAngles
 
@@ -151,9 +151,8 @@ class MLAAttention(nn.Module):
             parts.append(self.forward_mqa(*first, rows, verify, backend))
         if prefill is not None:
             query = torch.cat((q_nope[split:], q_rope[split:]), dim=-1)
-            new = kv_latent[split:], k_rope[split:]
             gather = partial(cache.gather, layer_id)
-            parts.append(self.forward_mha(query, new, gather, prefill, backend))
+            parts.append(self.forward_mha(query, gather, prefill, backend))
         if not parts:
             parts.append(hidden.new_empty(0, width))
         lifted = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -178,14 +177,13 @@ class MLAAttention(nn.Module):
     def forward_mha(
         self,
         query: Tensor,
-        new: Latents,
         gather: Callable[[Tensor, Tensor | None], Tensor],
         part: PrefillPart,
         backend: AttentionBackend,
     ) -> Tensor:
-        """Attend `[T, H, P + R]` over up-projected rows, the new ones and cached: `[T, H * V]`."""
-        attention = PromptAttention(backend, self.softmax_scale, gather, self._expand)
-        return attention.attend(query, new, part).out.flatten(1)
+        """Attend `[T, H, P + R]` over gathered rows, up-projected: `[T, H * V]`."""
+        attention = PromptAttention(backend, self.softmax_scale, gather, self._expand_rows)
+        return attention.attend(query, part).out.flatten(1)
 
     def forward_full(self, hidden: Tensor, angles: RopeAngles) -> Tensor:
         """Attend causally within whole sequences `[B, S, D]`, without a cache, with gradients.
@@ -241,6 +239,10 @@ class MLAAttention(nn.Module):
         )
         shared = k_rope.unsqueeze(-2).expand(*k_nope.shape[:-1], dims.qk_rope_head_dim)
         return torch.cat((k_nope, shared), dim=-1), value
+
+    def _expand_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Up-project cached rows [n, A], see `_expand`."""
+        return self._expand(*rows.split(self._row_widths, dim=-1))
 
     @property
     def _row_widths(self) -> tuple[int, int]:

@@ -111,16 +111,15 @@ class PrefillPart:
     Attributes:
         query_start: [B + 1] int32, first packed row of each request, from 0 within this part.
         kv_start: [B + 1] int32, first packed key of each request.
-        kv_slots: [sum of S] int64, slots of all keys in that order; None: the keys are the new
-            rows, as they come from the projection.
+        kv_slots: [sum of S] int64, slots of all keys in that order.
         query_lens, seq_lens: rows and keys of each request, on the host.
         context: chunks of cached rows that these rows see in full.
-        workspace: where rows are gathered; None: into new memory.
+        workspace: where rows are gathered if it has as many; None: into new memory.
     """
 
     query_start: Tensor
     kv_start: Tensor
-    kv_slots: Tensor | None
+    kv_slots: Tensor
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     context: tuple[ContextPart, ...] = ()

@@ -21,9 +21,6 @@ from specmla.metadata import ContextPart, PrefillPart
 from specmla.reference import merge_attention_states
 from specmla.workspace import PrefillWorkspace
 
-Latents = tuple[Tensor, Tensor]
-"""kv_latent [n, C] and k_rope [n, R] of the same tokens."""
-
 
 @dataclass(frozen=True)
 class PromptAttention:
@@ -33,69 +30,70 @@ class PromptAttention:
         backend: attends.
         softmax_scale: as in `AttentionBackend.forward_mha`.
         gather: reads the layer's cached rows at slots [n] into [n, A], into new memory for None.
-        expand: up-projects `Latents` to keys [n, H, P + R] and values [n, H, V].
+        expand: up-projects rows [n, A] to keys [n, H, P + R] and values [n, H, V].
     """
 
     backend: AttentionBackend
     softmax_scale: float
     gather: Callable[[Tensor, Tensor | None], Tensor]
-    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]]
 
-    def attend(self, query: Tensor, new: Latents, part: PrefillPart) -> AttentionOutput:
-        """Attend query rows [T, H, P + R] to what `part` says they see.
+    def attend(self, query: Tensor, part: PrefillPart) -> AttentionOutput:
+        """Attend query rows to what `part` says they see; the new rows are in the cache already.
+
+        New rows are read back from it, so that a row sees what every later one will (a quantised
+        cache does not hold quite what was stored).
 
         Args:
             query: [T, H, P + R], any strides with the last one 1.
-            new: of the T new rows, stored in the cache already.
             part: the prompt part of the step.
 
         Returns:
             Values [T, H, V] in the dtype of the query, and their LSE.
         """
-        if part.kv_slots is not None:
-            return self._over_cached(query, new, part, part.workspace, causal=True)
-        key, value = self.expand(*new)
-        state = self.backend.forward_mha(query, key, value, part, softmax_scale=self.softmax_scale)
-        del key, value  # not held beside those of a chunk
+        state = self._over(query, part, part.workspace, causal=True)
         if not part.context:
             return state
         # Rounded to the query's dtype once, after the last merge.
         wide = torch.promote_types(query.dtype, torch.float32)
         merged = AttentionOutput(state.out.to(wide), state.lse)
         for chunk in part.context:
-            self._add_chunk(merged, query, new, chunk, part.workspace)
+            self._add_chunk(merged, query, chunk, part.workspace)
         return AttentionOutput(merged.out.to(query.dtype), merged.lse)
 
     def _add_chunk(
         self,
         merged: AttentionOutput,
         query: Tensor,
-        new: Latents,
         chunk: ContextPart,
         workspace: PrefillWorkspace | None,
     ) -> None:
         """Merge one chunk of context into the rows that see it, in place."""
         rows = slice(chunk.first_row, chunk.end_row)
-        got = self._over_cached(query[rows], new, chunk.keys, workspace, causal=False)
+        got = self._over(query[rows], chunk.keys, workspace, causal=False)
         out, lse = merged.out[rows], merged.lse[rows]
         both = merge_attention_states(out, lse, *got)
         out.copy_(both.out)
         lse.copy_(both.lse)
 
-    def _over_cached(
+    def _over(
         self,
         query: Tensor,
-        new: Latents,
         part: PrefillPart,
         workspace: PrefillWorkspace | None,
         *,
         causal: bool,
     ) -> AttentionOutput:
-        """Gather the keys of a part, up-project them and attend to them."""
+        """Gather the keys of a part, up-project them and attend to them.
+
+        New rows may be more than a workspace has; their memory is the step's, not the context's.
+        """
         slots = part.kv_slots
-        assert slots is not None
-        rows = self.gather(slots, None if workspace is None else workspace.rows(slots.shape[0]))
-        key, value = self.expand(*rows.split([x.shape[-1] for x in new], dim=-1))
+        count = slots.shape[0]
+        memory = None
+        if workspace is not None and count <= workspace.num_rows:
+            memory = workspace.rows(count)
+        key, value = self.expand(self.gather(slots, memory))
         return self.backend.forward_mha(
             query, key, value, part, softmax_scale=self.softmax_scale, causal=causal
         )

@@ -18,8 +18,8 @@ class PrefillTables:
     """Lays out the requests of the prompt part.
 
     Without a workspace, or where all their keys fit into it, they attend in one pass over gathered
-    rows. Else the new rows attend to each other as they come from the projection, and the cached
-    context before them is cut into chunks of at most the workspace's rows.
+    rows. Else the new rows attend to each other, and the cached context before them is cut into
+    chunks of at most the workspace's rows.
 
     Args:
         requests: checked; all of them take the up-projected path.
@@ -60,7 +60,7 @@ class PrefillTables:
                 workspace=self.workspace,
             )  # fmt: skip
         return PrefillPart(
-            query_start, query_start, None, query_lens, query_lens,
+            query_start, query_start, sent["slots"][-sum(query_lens) :], query_lens, query_lens,
             context=self._context(sent, self.plan), workspace=self.workspace,
         )  # fmt: skip
 

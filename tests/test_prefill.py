@@ -143,12 +143,12 @@ def test_the_budget_is_one_block_at_least_and_chunks_stay_in_the_workspace() -> 
     address, seen = workspace.rows(1).data_ptr(), []
 
     class Watching(PromptCase):
-        def expand(self, kv_latent: Any, k_rope: Any) -> Any:
-            seen.append((kv_latent.data_ptr() == address, len(kv_latent)))
-            return super().expand(kv_latent, k_rope)
+        def expand(self, rows: Any) -> Any:
+            seen.append((rows.data_ptr() == address, len(rows)))
+            return super().expand(rows)
 
     got = Watching(**vars(case)).attend(ReferenceBackend(), workspace)
-    assert seen == [(False, 3), *[(True, 16)] * 6, (True, 4)]
+    assert seen == [(True, 3), *[(True, 16)] * 6, (True, 4)]
     assert_merged_is(got, case.oracle(), 7)
 
 
@@ -164,10 +164,10 @@ def test_no_device_to_host_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         return out.copy_(pool[slots // 16, slots % 16])
 
     attention = PromptAttention(backend, 0.2, gather, case.expand)
-    query, new = torch.randn(5, 3, 20), (torch.randn(5, 24), torch.randn(5, 8))
+    query = torch.randn(5, 3, 20)
     for name in ("item", "tolist", "__bool__", "__int__", "__index__", "nonzero", "cpu", "numpy"):
         monkeypatch.setattr(Tensor, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
-    attention.attend(query, new, part)
+    attention.attend(query, part)
 
 
 @pytest.mark.parametrize("batch", [[(5, 70), (2, 2), (3, 40)], [(1, 33), (6, 7)]], ids=str)

@@ -15,7 +15,7 @@ from specmla.batch_split import BatchRules
 from specmla.builder import MetadataBuilder
 from specmla.cache.latent import LatentCache
 from specmla.metadata import PrefillPart, RequestKind
-from specmla.prefill import Latents, PromptAttention
+from specmla.prefill import PromptAttention
 from specmla.reference import absorbed_mqa
 from specmla.testing.case import VerifyCase, make_case
 from specmla.workspace import PrefillWorkspace
@@ -69,22 +69,21 @@ class PromptCase:
         self, backend: AttentionBackend, workspace: PrefillWorkspace | None = None
     ) -> AttentionOutput:
         """Attend all requests as a layer does: values [T, H, V] and their LSE."""
-        attention, query, new = self.inputs(backend)
-        return attention.attend(query, new, self.part(backend, workspace))
+        attention, query = self.inputs(backend)
+        return attention.attend(query, self.part(backend, workspace))
 
-    def inputs(self, backend: AttentionBackend) -> tuple[PromptAttention, Tensor, Latents]:
-        """Give a layer's attention, the query rows [T, H, P + R] and the latents of these rows."""
+    def inputs(self, backend: AttentionBackend) -> tuple[PromptAttention, Tensor]:
+        """Give a layer's attention and the query rows [T, H, P + R]."""
         cache = LatentCache.from_pool([self.base.latent_cache])
         attention = PromptAttention(
             backend, self.base.softmax_scale, partial(cache.gather, 0), self.expand
         )
-        new = cache.gather(0, self._new_slots())
-        rank = self.base.spec.kv_lora_rank
-        query = torch.cat((self.q_nope, self.base.q_rope), dim=-1)
-        return attention, query, (new[:, :rank], new[:, rank:])
+        return attention, torch.cat((self.q_nope, self.base.q_rope), dim=-1)
 
-    def expand(self, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Up-project [n, C] and [n, R] to keys [n, H, P + R] and values [n, H, V]."""
+    def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Up-project rows [n, A] to keys [n, H, P + R] and values [n, H, V]."""
+        rank = self.base.spec.kv_lora_rank
+        kv_latent, k_rope = rows[:, :rank], rows[:, rank:]
         k_nope = torch.einsum("nc,hpc->nhp", kv_latent, self.w_uk)
         shared = k_rope[:, None].expand(*k_nope.shape[:2], k_rope.shape[-1])
         return torch.cat((k_nope, shared), -1), torch.einsum("nc,hcv->nhv", kv_latent, self.w_uv)
@@ -100,11 +99,6 @@ class PromptCase:
             softmax_scale=self.base.softmax_scale,
         )
         return AttentionOutput(torch.einsum("thc,hcv->thv", got.out, self.w_uv.to(dtype)), got.lse)
-
-    def _new_slots(self) -> Tensor:
-        ends = [self.base.slots(i) for i in range(len(self.base.requests))]
-        lens = [r.query_len for r in self.base.requests]
-        return torch.cat([s[len(s) - n :] for s, n in zip(ends, lens, strict=True)])
 
 
 def make_prompt_case(
