@@ -16,6 +16,7 @@ from specmla.backends.base import AttentionBackend
 from specmla.backends.reference import ReferenceBackend
 from specmla.batch_split import BatchRules
 from specmla.builder import MetadataBuilder
+from specmla.cache import CacheFormat, cache_format
 from specmla.cache.latent import LatentCache
 from specmla.config import MLAConfig
 from specmla.layer import MLAAttention
@@ -25,7 +26,7 @@ from specmla.testing import relative_error
 from specmla.workspace import PrefillWorkspace
 
 VERIFY, EXTEND, PROMPT = RequestKind.VERIFY, RequestKind.EXTEND, RequestKind.PROMPT
-CONFIG = MLAConfig(24, 3, 128, 12, 16, 10)
+CONFIG = MLAConfig(24, 3, 128, 12, 32, 10)
 Part = tuple[RequestKind, int, int]
 """Kind, new rows, cached rows before them."""
 
@@ -71,6 +72,7 @@ class Batch:
         layer: MLAAttention = LAYER,
         backend: AttentionBackend | None = None,
         workspace_rows: int | None = None,
+        cache_format: CacheFormat | None = None,
         seed: int = 0,
     ) -> None:
         self.layer, self.dtype = layer, layer.o_proj.weight.dtype
@@ -86,10 +88,7 @@ class Batch:
             RequestRows(kind, q, q + past, own)
             for (kind, q, past), own in zip(parts, ids, strict=True)
         ]
-        width = CONFIG.cache_width
-        pool = torch.full((sum(counts) + 3, page_size * width + 3), torch.nan, dtype=self.dtype)
-        view = pool[:, : page_size * width].unflatten(1, (page_size, width))
-        self.cache = LatentCache.from_pool([view])
+        self.cache = self._cache(sum(counts) + 3, page_size, cache_format)
         self.builder = MetadataBuilder(
             backend=backend or ReferenceBackend(), page_size=page_size,
             num_pages=sum(counts) + 3, num_heads=CONFIG.num_heads,
@@ -97,6 +96,17 @@ class Batch:
         )  # fmt: skip
         self.builder.configure(BatchRules(4, workspace=self._workspace(page_size, workspace_rows)))
         self.fill()
+
+    def _cache(
+        self, num_pages: int, page_size: int, cache_format: CacheFormat | None
+    ) -> LatentCache:
+        """Make a pool with gaps between pages, all of it NaN (0xff bytes are, in e4m3)."""
+        dtype, width, fill = self.dtype, CONFIG.cache_width, torch.nan
+        if cache_format is not None:
+            (dtype, width), fill = cache_format.storage, 0xFF
+        pool = torch.full((num_pages, page_size * width + 8), fill, dtype=dtype)
+        view = pool[:, : page_size * width].unflatten(1, (page_size, width))
+        return LatentCache.from_pool([view], format=cache_format)
 
     def _workspace(self, page_size: int, num_rows: int | None) -> PrefillWorkspace | None:
         if num_rows is None:
@@ -154,6 +164,25 @@ def test_a_mixed_batch_equals_each_request_alone(
     page_size: int, workspace_rows: int | None
 ) -> None:
     check(Batch(MIXED, page_size, workspace_rows=workspace_rows))
+
+
+@pytest.mark.parametrize("workspace_rows", [None, 16, 64])
+@pytest.mark.parametrize("name", ["fp8", "fp8_ds_mla", "fp8_per_token_head", "nvfp4_ds_mla"])
+def test_a_mixed_batch_over_quantised_rows_equals_each_request_alone(
+    name: str, workspace_rows: int | None
+) -> None:
+    """New rows are read as they are stored, in one pass, in chunks and absorbed."""
+    scale = {"k_scale": 2.0**-6} if name == "fp8" else {}
+    made = cache_format(name, 128, 32, dtype=torch.float64, **scale)
+    batch = Batch(
+        MIXED, 16, backend=ReferenceBackend(made), cache_format=made, workspace_rows=workspace_rows
+    )
+    everyone = range(len(MIXED))
+    for i, got in zip(everyone, batch.run(everyone), strict=True):
+        torch.testing.assert_close(got, batch.run([i])[0], **MERGED)
+        assert got.isfinite().all()
+    differs = (got - batch.full(len(MIXED) - 1)).abs().max()
+    assert differs > 1e-4, "the rows are not quantised"
 
 
 part_strategy = st.one_of(
