@@ -6,7 +6,9 @@ from specmla.backends.base import (
     Capabilities,
     Requirements,
 )
+from specmla.backends.fixed_heads import FixedHeads
 from specmla.backends.select import get_backend, select_backend
+from specmla.batch_split import BatchRules
 from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
@@ -15,6 +17,7 @@ from specmla.config import MLAConfig, YarnScaling
 from specmla.errors import (
     ArgumentError,
     ArgumentTypeError,
+    BusyError,
     CheckpointError,
     IntegrityError,
     NumericsError,
@@ -48,6 +51,7 @@ from specmla.verify.stats import AcceptanceStats
 from specmla.verify.step import VerifyStep
 from specmla.verify.streams import Stream, uniforms
 from specmla.verify.vocab import check_vocab, pad_vocab
+from specmla.workspace import PrefillWorkspace, workspace_rows
 
 __version__ = "0.1.0"
 
@@ -57,7 +61,9 @@ __all__ = [
     "ArgumentTypeError",
     "AttentionBackend",
     "AttentionOutput",
+    "BatchRules",
     "BlockManager",
+    "BusyError",
     "CacheLayout",
     "Capabilities",
     "CheckpointError",
@@ -67,6 +73,7 @@ __all__ = [
     "DraftProposal",
     "DraftRequest",
     "Drafter",
+    "FixedHeads",
     "IntegrityError",
     "LatentCache",
     "MLAAttention",
@@ -75,6 +82,7 @@ __all__ = [
     "NumericsError",
     "PoolFullError",
     "PrefillPart",
+    "PrefillWorkspace",
     "QuantKey",
     "QuantOutput",
     "QueryLenSupport",
@@ -108,4 +116,5 @@ __all__ = [
     "select_backend",
     "send_arrays",
     "uniforms",
+    "workspace_rows",
 ]

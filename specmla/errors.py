@@ -37,6 +37,10 @@ class PoolFullError(SpecMLAError, RuntimeError):
         )
 
 
+class BusyError(SpecMLAError, RuntimeError):
+    """A workspace that one call at a time may use was asked for by a second."""
+
+
 class IntegrityError(SpecMLAError, RuntimeError):
     """The page accounting contradicts itself (a bug, or pages changed behind the manager)."""
 

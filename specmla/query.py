@@ -66,24 +66,36 @@ def decode_rows(
     return RowTables(row_extent.clamp(min=0), expanded)
 
 
-def pad_heads(query: Tensor, num_heads_padded: int) -> Tensor:
+def pad_heads(query: Tensor, num_heads_padded: int, workspace: Tensor | None = None) -> Tensor:
     """Copy `[T, H, D]` into storage wide enough for `num_heads_padded` heads, shape unchanged.
 
     The result has shape and strides of the real heads; its storage goes on for the padded ones, so
     that a kernel whose tile reads a fixed number of heads stays inside the allocation. What the
     slack holds is undefined: surplus output must be dropped.
 
+    Args:
+        query: [T, H, D]. num_heads_padded: at least H.
+        workspace: written instead of new memory, and returned; its storage grows if it must and
+            never shrinks.
+
     Raises:
-        ArgumentError: fewer padded heads than heads, or not three dimensions.
+        ArgumentError: fewer padded heads than heads, not three dimensions, or a workspace of
+            another dtype or device.
     """
     if query.dim() != 3 or num_heads_padded < query.shape[1]:
         raise ArgumentError(
             f"pad_heads: num_heads_padded is {num_heads_padded} and query has shape "
             f"{tuple(query.shape)}; accepted are [T, H, D] and at least H"
         )
+    if workspace is not None and (workspace.dtype, workspace.device) != (query.dtype, query.device):
+        raise ArgumentError(
+            f"pad_heads: workspace is {workspace.dtype} on {workspace.device}, accepted is "
+            f"{query.dtype} on {query.device}"
+        )
     num_rows, num_heads, width = query.shape
     slack = num_heads_padded - num_heads
-    flat = query.new_empty((num_rows * num_heads + slack) * width)
+    size = (num_rows * num_heads + slack) * width
+    flat = query.new_empty(size) if workspace is None else workspace.resize_(size)
     # resize_ to the smaller shape keeps the storage, and with it the slack after the last row.
     padded = flat.resize_(num_rows, num_heads, width)
     padded.copy_(query)
