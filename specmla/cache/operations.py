@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specmla.cache import rows
 from specmla.cache.formats.base import CacheFormat
+from specmla.cache.formats.fp8 import Fp8Format
+from specmla.cache.formats.fp8_ds_mla import GROUP
+from specmla.cache.formats.fp8_per_token_head import Fp8PerTokenHeadFormat
 
-KERNEL_FORMATS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from specmla.kernels.store_fp8 import Fp8Rows
+
+KERNEL_FORMATS = ("fp8", "fp8_ds_mla", "fp8_per_token_head")
 """Quantised formats that the store and gather kernels serve; torch serves all."""
 
 
@@ -49,7 +55,13 @@ def cache_operations(
 
     table = moving.LayerTable.of(_as_words(layers))
     move, copy = partial(moving.move_rows, table), partial(moving.copy_pages, table)
-    return CacheOperations(storing.store_rows, gathering.gather_rows, move, copy)
+    if format is None:
+        return CacheOperations(storing.store_rows, gathering.gather_rows, move, copy)
+    from specmla.kernels.store_fp8 import store_fp8_rows
+
+    form = _fp8_rows(format)
+    gather = partial(gather_fp8, form, format)
+    return CacheOperations(partial(store_fp8_rows, form), gather, move, copy)
 
 
 def store_packed(
@@ -68,6 +80,31 @@ def gather_packed(
     """
     found = format.dequantise(rows.gather_rows(pool, slots))
     return found if out is None else out.copy_(found)
+
+
+def gather_fp8(
+    form: Fp8Rows, format: CacheFormat, pool: Tensor, slots: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """Read rows as `gather_packed` does, by the kernel."""
+    from specmla.kernels.gather_fp8 import gather_fp8_rows
+
+    if out is None:
+        shape = (slots.shape[0], format.width)
+        out = torch.empty(shape, dtype=format.dtype, device=pool.device)
+    return gather_fp8_rows(form, pool, slots, out)
+
+
+def _fp8_rows(format: CacheFormat) -> Fp8Rows:
+    """Tell the kernels where codes and scales of a format of `KERNEL_FORMATS` lie."""
+    from specmla.kernels.store_fp8 import Fp8Rows
+
+    if isinstance(format, Fp8Format):
+        return Fp8Rows(format.width, scale=format.k_scale)
+    scales_at = format.part("scales").offset // 4
+    if isinstance(format, Fp8PerTokenHeadFormat):
+        return Fp8Rows(format.width, format.width, scales_at, copies=2)
+    rope_at = format.part("rope").offset // 2
+    return Fp8Rows(format.kv_lora_rank, GROUP, scales_at, rope_at=rope_at)
 
 
 def _as_words(layers: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -46,6 +46,8 @@ def impl_problems(
             f"format is {packed.name!r}, accepted by impl 'triton' are {list(KERNEL_FORMATS)}; "
             "impl 'torch' takes all"
         )
+    elif packed is not None and packed.dtype == torch.float64:
+        found.append("dtype is torch.float64, accepted by impl 'triton' in a format is float32")
     return found
 
 

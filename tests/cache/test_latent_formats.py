@@ -94,6 +94,8 @@ def test_gather_gives_the_dequantised_rows_and_zeros(case: tuple[str, str], kind
 def test_a_gathered_row_is_stored_as_the_same_bytes(
     case: tuple[str, str], dtype: torch.dtype
 ) -> None:
+    if case[0] == "triton" and dtype is torch.bfloat16 and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter truncates float32 to bfloat16 instead of rounding")
     format = made(case[1], dtype)
     cache = make(case[0], "owned", format)
     everything = slots_of(list(range(N * G)))
@@ -185,6 +187,11 @@ def test_disagreements_are_all_named() -> None:
     odd = torch.zeros(N * G * 656 + 1, dtype=torch.uint8)[1:].view(N, G, 656)
     with pytest.raises(ArgumentError, match="no multiples of 4 bytes"):
         LatentCache.from_pool([odd], "torch", deepseek)
-    LatentCache.from_pool(
-        [odd[:, :, :352].contiguous()], "torch", cache_format("nvfp4_ds_mla", 512, 64)
-    )
+
+
+def test_kernels_refuse_what_they_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specmla.kernels.store.runs_on", lambda device: device.type == "cuda")
+    with pytest.raises(ArgumentError, match=r"'triton' on cpu.*format is 'nvfp4_ds_mla', accepted"):
+        LatentCache(L, N, G, A, torch.float32, "cpu", "triton", made("nvfp4_ds_mla"))
+    with pytest.raises(ArgumentError, match=r"dtype is torch.float64, accepted by impl 'triton'"):
+        LatentCache(L, N, G, A, torch.float64, "cpu", "triton", made("fp8", torch.float64))

@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specmla.kernels import gather, move, store
+from specmla.kernels import gather, gather_fp8, move, store, store_fp8
 from specmla.kernels.combine import COLUMN_CHUNK, FEW_PIECES, PIECE_CHUNK, combine_kernel
 from specmla.kernels.launch import FP_FUSION, LaunchEntry, launch_table
 from specmla.kernels.packed import packed_kernel
@@ -50,6 +50,7 @@ KERNELS = {
 }
 
 CACHE_MODULES = {"store": store, "gather": gather, "move": move}
+CACHE_MODULES |= {"store_fp8": store_fp8, "gather_fp8": gather_fp8}
 
 
 class Job(NamedTuple):
@@ -145,7 +146,7 @@ class CacheJob(NamedTuple):
 
 
 def cache_jobs(arch: str) -> list[CacheJob]:
-    """Every variant of store, gather and move."""
+    """Every variant of store, gather and move, plain and quantised."""
     return [
         CacheJob(name, i, arch)
         for name, module in CACHE_MODULES.items()
