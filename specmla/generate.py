@@ -8,6 +8,7 @@ import torch
 
 from specmla.backends.base import AttentionBackend, Requirements
 from specmla.backends.select import select_backend
+from specmla.batch_split import BatchRules
 from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
@@ -16,6 +17,7 @@ from specmla.query import QueryLenSupport
 from specmla.verify.proposal import Drafter, RequestResult
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.step import VerifyStep
+from specmla.workspace import PrefillWorkspace, workspace_rows
 
 Prompt = tuple[Sequence[int], SamplingParams]
 
@@ -31,7 +33,10 @@ def build_step(
     prefix_caching: bool = True,
     allow_vocab_mismatch: bool = False,
 ) -> VerifyStep:
-    """Allocate a cache on the model's device and wire a `VerifyStep` to it.
+    """Allocate cache and prefill workspace on the model's device and wire a `VerifyStep` to them.
+
+    Cached context of prompts is up-projected in chunks of at most 65,536 rows (`workspace_rows`),
+    or as many as the pool has.
 
     Args:
         model: gives dims, dtype and device.
@@ -57,6 +62,10 @@ def build_step(
         dtype=weight.dtype,
         device=weight.device,
     )
+    workspace = PrefillWorkspace(cache.width, page_size, cache.dtype, cache.device)
+    workspace.claim(min(workspace_rows(limit, num_pages, page_size), cache.num_slots))
+    workspace.lock()
+    builder.configure(BatchRules(workspace=workspace))
     return VerifyStep(
         cache=cache,
         blocks=BlockManager(num_pages, page_size, prefix_caching=prefix_caching),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specmla import ArgumentError, SamplingParams, generate
+from specmla import ArgumentError, BatchRules, PrefillWorkspace, SamplingParams, generate
 from tests.e2e.conftest import make_step, prompts, run
 from tests.e2e.conftest import model as model
 
@@ -36,3 +36,29 @@ def test_a_refused_prompt_adds_none(model):
         next(generate(model, step, batch))
     assert step.active == ()
     assert step.blocks.num_free == step.blocks.num_pages
+
+
+@pytest.mark.parametrize("rows", [4, 12])
+def test_long_shared_prefixes_in_chunks_give_the_same_tokens(model, rows):
+    """The second batch finds its prefixes in the cache: prompts of few rows over much context."""
+    given = {i: ([*range(2, 50), i, i, i], SamplingParams()) for i in range(3)}
+    plain, _ = run(model, given)
+    step = make_step(model)
+    assert step.builder.rules.workspace.num_rows == 800, "what the pool has"
+    workspace = PrefillWorkspace(step.cache.width, 4, step.cache.dtype, "cpu")
+    workspace.claim(rows)
+    workspace.lock()
+    step.builder.configure(BatchRules(workspace=workspace))
+    chunks, real = [], step.builder.build
+
+    def build(*args, **kwargs):
+        metadata = real(*args, **kwargs)
+        if metadata.prefill is not None:
+            chunks.append(len(metadata.prefill.context))
+        return metadata
+
+    step.builder.build = build
+    for _ in range(2):
+        tokens, _ = run(model, given, None, 4, step)
+        assert tokens == plain
+    assert max(chunks) >= 3 * 48 // rows - 1
