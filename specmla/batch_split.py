@@ -100,7 +100,7 @@ def split_batch(
 
     A verify is absorbed whatever its length, one without rows included. An extend is if it has at
     most `threshold` rows, if `mask` relates its rows causally, and if a UNIFORM backend has no
-    other length to serve.
+    other length to serve: that of the verifies, else the one that most of the short extends have.
     """
     kinds = [r.kind for r in requests]
     verify = [i for i, kind in enumerate(kinds) if kind is RequestKind.VERIFY]
@@ -111,8 +111,9 @@ def split_batch(
     most = min(threshold, _CAUSAL_ROWS.get(mask, threshold))
     short = [i for i in extend if requests[i].query_len <= most]
     if support is QueryLenSupport.UNIFORM:
-        lens = [requests[i].query_len for i in verify + short]
-        length = next(filter(None, lens), 0)
+        lens = [requests[i].query_len for i in verify if requests[i].query_len]
+        lens = lens or [requests[i].query_len for i in short]
+        length = max(lens, key=lambda n: (lens.count(n), n), default=0)
         short = [i for i in short if requests[i].query_len == length]
     is_short = set(short)
     return BatchSplit((*verify, *short), (*(i for i in extend if i not in is_short), *prompt))

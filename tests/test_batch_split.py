@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -116,8 +117,18 @@ def test_a_mask_that_would_not_be_causal_sends_extends_the_other_way(
 def test_a_uniform_backend_takes_extends_of_its_one_length() -> None:
     requests = [rows(EXTEND, n) for n in (2, 4, 5, 4)]
     assert split_batch([*requests, rows(VERIFY, 4)], CAUSAL, 4, UNIFORM) == ((4, 1, 3), (0, 2))
-    assert split_batch(requests, CAUSAL, 4, UNIFORM) == ((0,), (1, 2, 3))
-    assert split_batch([*requests, rows(VERIFY, 0)], CAUSAL, 4, UNIFORM) == ((4, 0), (1, 2, 3))
+    assert split_batch(requests, CAUSAL, 4, UNIFORM) == ((1, 3), (0, 2))
+    assert split_batch([*requests, rows(VERIFY, 0)], CAUSAL, 4, UNIFORM) == ((4, 1, 3), (0, 2))
+    assert split_batch([*requests, rows(VERIFY, 2)], CAUSAL, 4, UNIFORM) == ((4, 0), (1, 2, 3))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
+def test_the_first_request_does_not_decide_for_a_uniform_backend(order: tuple[int, ...]) -> None:
+    """BL-17: any order of extends of 1, 4, 4 and 4 rows gives three absorbed ones and another."""
+    requests = [rows(EXTEND, (1, 4, 4, 4)[i]) for i in order]
+    split = split_batch(requests, CAUSAL, 4, UNIFORM)
+    assert [requests[i].query_len for i in split.order] == [4, 4, 4, 1]
+    assert len(split.absorbed) == 3
 
 
 def test_rows_that_pad_a_uniform_batch_have_no_say_in_its_length() -> None:

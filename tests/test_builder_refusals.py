@@ -26,6 +26,7 @@ class SingleRow(ReferenceBackend):
         ReferenceBackend.capabilities,
         name="single",
         query_len_support=QueryLenSupport.SINGLE_ONLY,
+        reorder_batch_threshold=1,
         masks=frozenset({DraftMask.CAUSAL, DraftMask.FULL}),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -61,6 +62,12 @@ def make_layer(seed: int = 0) -> MLAAttention:
 LAYER = make_layer()
 
 
+class Absorbing(ReferenceBackend):
+    """Sends extends of more rows than a verify, 1 + K = 5, the other way."""
+
+    capabilities = dataclasses.replace(ReferenceBackend.capabilities, reorder_batch_threshold=1)
+
+
 class Batch:
     """A batch's requests, their hidden rows from position 0 on, and a cache of their context."""
 
@@ -90,7 +97,7 @@ class Batch:
         ]
         self.cache = self._cache(sum(counts) + 3, page_size, cache_format)
         self.builder = MetadataBuilder(
-            backend=backend or ReferenceBackend(), page_size=page_size,
+            backend=backend or Absorbing(), page_size=page_size,
             num_pages=sum(counts) + 3, num_heads=CONFIG.num_heads,
             kv_lora_rank=CONFIG.kv_lora_rank, device="cpu", max_seq_len=1000, dtype=self.dtype,
         )  # fmt: skip
@@ -148,6 +155,16 @@ class Batch:
         return out[len(out) - self.requests[i].query_len :]
 
 
+def test_long_extends_and_prompts_take_the_other_path() -> None:
+    batch = Batch(MIXED, 16)
+    step = batch.builder.build(batch.requests)
+    assert step.order == (2, 3, 4, 7, 9, 1, 6, 0, 5, 8)
+    assert step.verify.query_lens == (5, 1, 0, 0, 4, 3)
+    assert step.prefill.query_lens == (30, 9, 20, 1)
+    step = Batch(MIXED, 16, backend=ReferenceBackend()).builder.build(batch.requests)
+    assert step.verify.query_lens == (5, 1, 0, 0, 4, 3, 30)
+
+
 def check(batch: Batch) -> None:
     everyone = range(len(batch.requests))
     within = EXACT if batch.builder.rules.workspace is None else MERGED
@@ -175,7 +192,7 @@ def test_a_mixed_batch_over_quantised_rows_equals_each_request_alone(
     scale = {"k_scale": 2.0**-6} if name == "fp8" else {}
     made = cache_format(name, 128, 32, dtype=torch.float64, **scale)
     batch = Batch(
-        MIXED, 16, backend=ReferenceBackend(made), cache_format=made, workspace_rows=workspace_rows
+        MIXED, 16, backend=Absorbing(made), cache_format=made, workspace_rows=workspace_rows
     )
     everyone = range(len(MIXED))
     for i, got in zip(everyone, batch.run(everyone), strict=True):

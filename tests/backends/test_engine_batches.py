@@ -97,7 +97,9 @@ def test_as_prompts_by_triton(name: str) -> None:
 
 class SingleRow(ReferenceBackend):
     capabilities = dataclasses.replace(
-        ReferenceBackend.capabilities, query_len_support=QueryLenSupport.SINGLE_ONLY
+        ReferenceBackend.capabilities,
+        query_len_support=QueryLenSupport.SINGLE_ONLY,
+        reorder_batch_threshold=1,
     )
 
 
