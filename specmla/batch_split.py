@@ -103,9 +103,9 @@ def split_batch(
     other length to serve: that of the verifies, else the one that most of the short extends have.
     """
     kinds = [r.kind for r in requests]
+    if kinds.count(RequestKind.VERIFY) == len(kinds):
+        return BatchSplit(tuple(range(len(kinds))), ())
     verify = [i for i, kind in enumerate(kinds) if kind is RequestKind.VERIFY]
-    if len(verify) == len(kinds):
-        return BatchSplit(tuple(verify), ())
     extend = [i for i, kind in enumerate(kinds) if kind is RequestKind.EXTEND]
     prompt = [i for i, kind in enumerate(kinds) if kind is RequestKind.PROMPT]
     most = min(threshold, _CAUSAL_ROWS.get(mask, threshold))

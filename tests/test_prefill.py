@@ -65,6 +65,7 @@ lens_strategy = st.lists(
 @given(lens_strategy, st.sampled_from([1, 3, 16, 32]), st.integers(0, 60), st.integers(0, 2**20))
 @example([(17, 18), (5, 5), (2, 92)], 16, 0, 0)  # more rows than context; no context between
 @example([(3, 3), (3, 67), (3, 3)], 16, 0, 0)  # BL-07: context lengths 0, 64, 0
+@example([(17, 17), (5, 5)], 16, 0, 0)  # new rows exceed the workspace, no context at all
 @settings(max_examples=40)
 def test_chunks_equal_one_pass_and_both_oracles(
     lens: list[tuple[int, int]], page_size: int, more: int, seed: int
