@@ -13,6 +13,7 @@ from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
 from specmla.cache.layout import CacheLayout
+from specmla.compiling import as_operators
 from specmla.config import MLAConfig, YarnScaling
 from specmla.errors import (
     ArgumentError,
@@ -100,6 +101,7 @@ __all__ = [
     "VerifyPart",
     "VerifyStep",
     "YarnScaling",
+    "as_operators",
     "build_step",
     "check_vocab",
     "generate",

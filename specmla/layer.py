@@ -142,13 +142,12 @@ class MLAAttention(nn.Module):
         if reasons:
             require(reasons, "MLAAttention")
         q_nope, q_rope, kv_latent, k_rope = self._project(hidden, angles)
-        cache.store(layer_id, kv_latent, k_rope, metadata.slot_mapping)
+        pages = cache.store(layer_id, kv_latent, k_rope, metadata.slot_mapping)
         verify, prefill, split = metadata.verify, metadata.prefill, metadata.num_verify_rows
         parts = []
         if verify is not None:
-            rows = cache.layer(layer_id)
             first = (q_nope[:split], q_rope[:split]) if prefill is not None else (q_nope, q_rope)
-            parts.append(self.forward_mqa(*first, rows, verify, backend))
+            parts.append(self.forward_mqa(*first, pages, verify, backend))
         if prefill is not None:
             query = torch.cat((q_nope[split:], q_rope[split:]), dim=-1)
             gather = partial(cache.gather, layer_id)

@@ -16,13 +16,7 @@ from specmla.cache.formats.base import CacheFormat
 from specmla.cache.formats.plain import quantised
 from specmla.cache.layout import CacheLayout, format_problems, layout_problems
 from specmla.cache.operations import cache_operations
-from specmla.cache.pool import (
-    Impl,
-    default_impl,
-    impl_problems,
-    pool_bytes,
-    pool_problems,
-)
+from specmla.cache.pool import Impl, default_impl, impl_problems, pool_bytes, pool_problems
 from specmla.errors import require
 
 
@@ -117,7 +111,7 @@ class LatentCache:
             require([f"index is {index}, accepted are 0 .. {self.num_layers - 1}"], "layer")
         return self._layers[index]
 
-    def store(self, layer: int, kv_latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
+    def store(self, layer: int, kv_latent: Tensor, k_rope: Tensor, slots: Tensor) -> Tensor:
         """Write one row for each new token; rows with slot -1 are skipped.
 
         Args:
@@ -126,11 +120,20 @@ class LatentCache:
             k_rope: [T, R], likewise; R may be 0. C + R = A.
             slots: [T] int64.
 
+        Returns:
+            The pages of the layer, to be read after this.
+
         Raises:
             ArgumentError: shapes, dtypes, devices or (on the CPU) slots that can't be accepted;
                 nothing was written.
         """
-        pool, found = self.layer(layer), self._slot_problems("slots", slots)
+        pool = self.layer(layer)
+        self.store_into(pool, kv_latent, k_rope, slots)
+        return pool
+
+    def store_into(self, pool: Tensor, kv_latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
+        """Do what `store` does, in pages that are given: those of a layer, or their like."""
+        found = self._slot_problems("slots", slots)
         for name, part in (("kv_latent", kv_latent), ("k_rope", k_rope)):
             if part.dim() != 2 or part.shape[0] != slots.numel():
                 found.append(
