@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 import torch
 from torch import Tensor
 
 from specmla.backends.base import (
-    AttentionBackend,
     AttentionOutput,
     Capabilities,
     Requirements,
 )
 from specmla.backends.step_size import StepSize
+from specmla.backends.triton_prompts import TritonPrompts
 from specmla.buffers import Buffer
 from specmla.errors import UnsupportedError, require
 from specmla.kernels import inputs
 from specmla.kernels.hopper.bounds import plan_buffers, plan_shape
 from specmla.mask import DraftMask
-from specmla.metadata import PrefillPart, VerifyPart
+from specmla.metadata import VerifyPart
 from specmla.query import QueryLenSupport
 
 CAPABILITY = (9, 0)
@@ -33,7 +32,7 @@ PIECE_KEYS = 2048
 """Keys of a piece of batch-invariant results."""
 
 
-class HopperBackend(AttentionBackend):
+class HopperBackend(TritonPrompts):
     """Attends by the Hopper kernel.
 
     Args:
@@ -72,9 +71,7 @@ class HopperBackend(AttentionBackend):
 
     def unavailable(self) -> list[str]:
         """Report a missing triton package or a ROCm build of torch."""
-        found = []
-        if importlib.util.find_spec("triton") is None:
-            found.append("the package triton is not installed")
+        found = super().unavailable()
         if torch.version.hip is not None:
             found.append("torch is built for ROCm, accepted is a CUDA build")
         return found
@@ -162,36 +159,6 @@ class HopperBackend(AttentionBackend):
         with torch.cuda.device_of(q_latent):
             out, lse = hopper_attention(
                 q_latent, q_rope, latent_cache, part, part.plan, softmax_scale
-            )
-        return AttentionOutput(out, lse)
-
-    def forward_mha(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        part: PrefillPart,
-        *,
-        softmax_scale: float,
-        causal: bool = True,
-    ) -> AttentionOutput:
-        """Attend prompt rows over up-projected keys; see `AttentionBackend.forward_mha`.
-
-        Raises:
-            ArgumentError: shapes, dtypes or strides that can't be taken; all are listed.
-        """
-        from specmla.kernels.prefill import find_prefill_entry, prefill_attention
-
-        require(inputs.mha_problems(query, key, value, part), "HopperBackend.forward_mha")
-        with torch.cuda.device_of(query):
-            out, lse = prefill_attention(
-                query,
-                key,
-                value,
-                part,
-                find_prefill_entry(query, value),
-                softmax_scale=softmax_scale,
-                causal=causal,
             )
         return AttentionOutput(out, lse)
 

@@ -34,10 +34,17 @@ def _hopper() -> type[AttentionBackend]:
     return HopperBackend
 
 
+def _flashmla() -> type[AttentionBackend]:
+    from specmla.backends.flashmla import FlashMLABackend
+
+    return FlashMLABackend
+
+
 BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
     "triton": _triton,
     "rows": _rows,
     "hopper": _hopper,
+    "flashmla": _flashmla,
     "reference": _reference,
 }
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import abc
-import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specmla.backends.base import AttentionBackend, AttentionOutput, Requirements
+from specmla.backends.base import Requirements
+from specmla.backends.triton_prompts import TritonPrompts
 from specmla.errors import require
 from specmla.kernels import inputs
 from specmla.kernels.plan import (
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
     from specmla.backends.step_size import StepSize
     from specmla.buffers import Buffer
     from specmla.kernels.launch import LaunchEntry
-    from specmla.metadata import PrefillPart
 
 PIECE_KEYS = 1024
 """Keys of a piece of batch-invariant results."""
 
 
-class TritonKernelsBackend(AttentionBackend):
+class TritonKernelsBackend(TritonPrompts):
     """A backend whose kernels are Triton's.
 
     Args:
@@ -65,11 +64,6 @@ class TritonKernelsBackend(AttentionBackend):
         require(found, type(self).__name__)
         self.config, self.batch_invariant = config, batch_invariant
         self.rule = CutRule(num_splits, piece_keys if batch_invariant else None)
-
-    def unavailable(self) -> list[str]:
-        """Report a missing triton package."""
-        found = importlib.util.find_spec("triton") is not None
-        return [] if found else ["the package triton is not installed"]
 
     def problems(self, need: Requirements) -> list[str]:
         """List what is in the way, the interpreter's limits on a CPU included."""
@@ -117,28 +111,3 @@ class TritonKernelsBackend(AttentionBackend):
         with torch.cuda.device_of(seq_lens):
             fill_plan(plan, query_start, seq_lens)
         return plan
-
-    def forward_mha(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        part: PrefillPart,
-        *,
-        softmax_scale: float,
-        causal: bool = True,
-    ) -> AttentionOutput:
-        """Attend prompt rows over up-projected keys; see `AttentionBackend.forward_mha`.
-
-        Raises:
-            ArgumentError: shapes, dtypes or strides that can't be taken; all are listed.
-        """
-        from specmla.kernels.prefill import find_prefill_entry, prefill_attention
-
-        require(inputs.mha_problems(query, key, value, part), f"{type(self).__name__}.forward_mha")
-        entry = find_prefill_entry(query, value)
-        with torch.cuda.device_of(query):
-            out, lse = prefill_attention(
-                query, key, value, part, entry, softmax_scale=softmax_scale, causal=causal
-            )
-        return AttentionOutput(out, lse)

@@ -1,30 +1,30 @@
 """FlashMLA's dense decode kernel for Hopper as a provider, from its own operator library.
 
-    dense_decode_fwd(q [B, Q, H, A], cache [N, 64, 1, A], C, seq_lens, block_table, scale, causal,
-                     schedule | None, splits | None)
-        -> (out [B, Q, H, C], lse [B, H, Q], schedule, splits)
-
-The first call makes the schedule, later ones take it: that is its plan. It knows one Q a batch, so
-that ragged requests are padded in front to the longest (a causal row counts from the last key).
+The operator is `specmla.backends.flashmla_op`'s. The first call makes the schedule, later ones take
+it: that is its plan. It knows one Q a batch, so that ragged requests are padded in front to the
+longest (a causal row counts from the last key).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionOutput, Requirements
-from specmla.bench.peers import PeerLibrary, lse_or_nan, shape_problems
+from specmla.backends.flashmla_op import (
+    OPERATOR,
+    PAGE_SIZE,
+    Schedule,
+    dense_decode,
+    flashmla_library,
+)
+from specmla.bench.peers import lse_or_nan, shape_problems
 from specmla.mask import DraftMask
 from specmla.testing import VerifyCase, make_verify_part
-
-PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,14 @@ class FlashMLAPlan:
         query: [B, Q, H, A], Q the longest; padding rows are zero.
         seq_lens: [B] int32. block_table: [B, M] int32.
         real_rows: [T] int64, where the packed rows lie in B * Q, or None if all are real.
-        schedule, splits: of the first call.
+        schedule: of the first call.
     """
 
     query: Tensor
     seq_lens: Tensor
     block_table: Tensor
     real_rows: Tensor | None
-    schedule: Tensor | None = None
-    splits: Tensor | None = None
+    schedule: Schedule | None = None
 
 
 class FlashMLAProvider:
@@ -54,13 +53,7 @@ class FlashMLAProvider:
     schedule_attends = True
 
     def __init__(self, file: Path | None = None) -> None:
-        self.library = PeerLibrary(
-            option="--flashmla",
-            package="flash_mla",
-            member="_C_legacy.abi3.so",
-            namespace="flash_mla_legacy",
-            file=file,
-        )
+        self.library = flashmla_library("--flashmla", file)
 
     def missing(self) -> list[str]:
         """Ask the library."""
@@ -92,17 +85,17 @@ class FlashMLAProvider:
         )
         query, real_rows = _padded(case)
         plan = FlashMLAPlan(query, part.seq_lens, part.block_table, real_rows)
-        _, _, schedule, splits = self._call(case, case.latent_cache, plan)
-        return dataclasses.replace(plan, schedule=schedule, splits=splits)
+        _, _, schedule = self._call(case, case.latent_cache, plan)
+        return dataclasses.replace(plan, schedule=schedule)
 
     def schedule(self, case: VerifyCase, plan: FlashMLAPlan) -> None:
         """Make the schedule again; the library only does so together with a call."""
-        fresh = dataclasses.replace(plan, schedule=None, splits=None)
+        fresh = dataclasses.replace(plan, schedule=None)
         self._call(case, case.latent_cache, fresh)
 
     def run(self, case: VerifyCase, latent_cache: Tensor, plan: FlashMLAPlan) -> AttentionOutput:
         """Attend: out [B, Q, H, C] and LSE [B, H, Q], padding included."""
-        out, lse, _, _ = self._call(case, latent_cache, plan)
+        out, lse, _ = self._call(case, latent_cache, plan)
         return AttentionOutput(out, lse)
 
     def result(self, got: AttentionOutput, plan: FlashMLAPlan) -> AttentionOutput:
@@ -114,18 +107,18 @@ class FlashMLAProvider:
             return AttentionOutput(out, lse)
         return AttentionOutput(out[plan.real_rows], lse[plan.real_rows])
 
-    def _call(self, case: VerifyCase, cache: Tensor, plan: FlashMLAPlan) -> tuple[Any, ...]:
-        attend: Callable[..., tuple[Any, ...]] = self.library.operator("dense_decode_fwd")
-        return attend(
+    def _call(
+        self, case: VerifyCase, cache: Tensor, plan: FlashMLAPlan
+    ) -> tuple[Tensor, Tensor, Schedule]:
+        return dense_decode(
+            self.library.operator(OPERATOR),
             plan.query,
-            cache.unsqueeze(2),
-            case.spec.kv_lora_rank,
-            plan.seq_lens,
-            plan.block_table,
-            case.softmax_scale,
-            case.spec.mask is DraftMask.CAUSAL,
-            plan.schedule,
-            plan.splits,
+            cache,
+            (plan.seq_lens, plan.block_table),
+            softmax_scale=case.softmax_scale,
+            causal=case.spec.mask is DraftMask.CAUSAL,
+            rank=case.spec.kv_lora_rank,
+            schedule=plan.schedule,
         )
 
 

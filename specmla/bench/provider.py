@@ -143,6 +143,6 @@ def get_provider(name: str, files: PeerFiles | None = None) -> Provider:
     if name == FA3Provider.name:
         return FA3Provider(files.fa3)
     if name not in BACKENDS:
-        accepted = sorted([*BACKENDS, FlashMLAProvider.name, FA3Provider.name])
+        accepted = sorted({*BACKENDS, FlashMLAProvider.name, FA3Provider.name})
         raise ArgumentError(f"provider is {name!r}, accepted are {accepted}")
     return BackendProvider(get_backend(name))

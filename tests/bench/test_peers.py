@@ -73,7 +73,6 @@ def test_flashmla_makes_its_schedule_once(peer_operators: None) -> None:
     provider, case = provider_of("flashmla", peer_operators), case_of("2q2s70")
     plan = provider.plan(case)
     assert plan.schedule is not None
-    assert plan.splits is not None
 
 
 def test_padding_is_noted(peer_operators: None) -> None:
