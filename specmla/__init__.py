@@ -7,7 +7,7 @@ from specmla.backends.base import (
     Requirements,
 )
 from specmla.backends.fixed_heads import FixedHeads
-from specmla.backends.select import get_backend, select_backend
+from specmla.backends.select import Selection, choose_backend, get_backend, select_backend
 from specmla.batch_split import BatchRules
 from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
@@ -94,6 +94,7 @@ __all__ = [
     "SamplingBatch",
     "SamplingCache",
     "SamplingParams",
+    "Selection",
     "SpecMLAError",
     "StepMetadata",
     "Stream",
@@ -104,6 +105,7 @@ __all__ = [
     "as_operators",
     "build_step",
     "check_vocab",
+    "choose_backend",
     "generate",
     "get_backend",
     "load_checkpoint",

@@ -83,6 +83,9 @@ def test_info(capsys):
     out = capsys.readouterr().out
     for word in ("torch", "triton", "rows", "reference", "available"):
         assert word in out
+    if not torch.cuda.is_available():
+        assert "  reference: preferred\n    query lengths: varlen" in out
+        assert "  hopper: not available\n    because device is 'cpu'" in out
 
 
 def test_demo(capsys, tmp_path):

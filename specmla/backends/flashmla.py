@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specmla.backends.base import AttentionOutput, Capabilities, Requirements
 from specmla.backends.flashmla_op import (
+    ARCH,
     CAPABILITY,
     DTYPES,
     OPERATOR,
@@ -20,8 +21,16 @@ from specmla.backends.flashmla_op import (
     dense_decode,
     flashmla_library,
 )
-from specmla.backends.flashmla_plan import MASKS, FlashMLAPlan, make_plan, part_problems
+from specmla.backends.flashmla_plan import (
+    MASKS,
+    FlashMLAPlan,
+    make_plan,
+    part_problems,
+    plan_buffers,
+)
+from specmla.backends.step_size import StepSize
 from specmla.backends.triton_prompts import TritonPrompts
+from specmla.buffers import Buffer
 from specmla.errors import UnsupportedError, require
 from specmla.kernels import inputs
 from specmla.mask import DraftMask
@@ -112,6 +121,17 @@ class FlashMLABackend(TritonPrompts):
         if not part.num_rows:
             return part
         return dataclasses.replace(part, plan=make_plan(part, num_heads, dtype))
+
+    def scratch(self, size: StepSize) -> list[Buffer]:
+        """Say what `plan` reserves; what the operator allocates by itself is not known here.
+
+        Raises:
+            UnsupportedError: another architecture.
+        """
+        if size.device.arch != ARCH:
+            reason = f"architecture is {size.device.arch}, accepted is {ARCH}"
+            raise UnsupportedError(f"backend {self.capabilities.name!r}", [reason])
+        return plan_buffers(size) if size.num_rows else []
 
     def forward_mqa(
         self,

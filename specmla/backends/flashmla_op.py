@@ -22,7 +22,7 @@ from specmla.backends.peer_library import PeerLibrary
 PAGE_SIZE = 64
 DTYPES = (torch.bfloat16, torch.float16)
 RANK, ROPE_DIM = 512, 64
-CAPABILITY = (9, 0)
+CAPABILITY, ARCH = (9, 0), "sm_90"
 OPERATOR = "dense_decode_fwd"
 
 Operator = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from specmla.backends.flashmla_op import PAGE_SIZE, Schedule
+from specmla.backends.step_size import StepSize
+from specmla.buffers import Buffer
 from specmla.errors import require
 from specmla.mask import DraftMask
 from specmla.metadata import VerifyPart
@@ -41,6 +43,17 @@ class FlashMLAPlan:
     def tensors(self) -> tuple[Tensor, ...]:
         """All but the schedule."""
         return self.block_table, self.is_set, self.out, self.lse
+
+
+def plan_buffers(size: StepSize) -> list[Buffer]:
+    """Say what a plan holds; the operator's own scratch and schedule come on top."""
+    rows, columns = size.num_rows, size.table_keys // size.page_size
+    return [
+        Buffer((size.num_requests, columns), torch.int32),
+        Buffer((rows, 1), torch.bool),
+        Buffer((rows, 1), size.dtype),
+        Buffer((rows, 1), torch.float32),
+    ]
 
 
 def make_plan(part: VerifyPart, num_heads: int, dtype: torch.dtype) -> FlashMLAPlan:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 from specmla.backends.base import AttentionBackend, Requirements
 from specmla.cache.formats.base import CacheFormat
@@ -80,6 +82,67 @@ def _rank(backend: AttentionBackend, need: Requirements) -> tuple[bool, int]:
     return has.device_types[0] != need.device.type, -has.priority
 
 
+@dataclass(frozen=True)
+class Selection:
+    """A backend that can serve, and what spoke against each other one.
+
+    Attributes:
+        backend: the chosen one.
+        need: what it was chosen for.
+        others: the backends that were not chosen, the better ones first.
+        pinned: whether the caller named it.
+    """
+
+    backend: AttentionBackend
+    need: Requirements
+    others: tuple[AttentionBackend, ...]
+    pinned: bool
+
+    @cached_property
+    def reasons(self) -> dict[str, tuple[str, ...]]:
+        """Every reason against each other backend, by name; asked for on first use."""
+        return {
+            other.capabilities.name: tuple(other.problems(self.need)) or (self._why_not(other),)
+            for other in self.others
+        }
+
+    def _why_not(self, other: AttentionBackend) -> str:
+        chosen, has, device = self.backend.capabilities, other.capabilities, self.need.device.type
+        if self.pinned:
+            return f"can serve, but {chosen.name!r} was asked for"
+        if has.device_types[0] != device == chosen.device_types[0]:
+            return f"can serve, but is at home on {has.device_types[0]!r}, {chosen.name!r} here"
+        return (
+            f"can serve, but its priority is {has.priority}, that of {chosen.name!r} "
+            f"{chosen.priority}"
+        )
+
+
+def choose_backend(need: Requirements, name: str | AttentionBackend | None = None) -> Selection:
+    """Choose as `select_backend` does, and keep the reasons against each other backend.
+
+    Raises:
+        UnsupportedError: the named one, or none at all, can serve; every reason is listed.
+        ArgumentError: an unknown name.
+    """
+    if isinstance(name, str):
+        name = _made_for(need, name)
+    kept = name.capabilities.name if name is not None else None
+    candidates = [_made_for(need, known) for known in BACKENDS if known != kept]
+    candidates.sort(key=lambda b: _rank(b, need))
+    if name is not None:
+        name.check(need)
+        return Selection(name, need, tuple(candidates), pinned=True)
+    reasons = []
+    for backend in candidates:
+        problems = backend.problems(need)
+        if not problems:
+            others = tuple(other for other in candidates if other is not backend)
+            return Selection(backend, need, others, pinned=False)
+        reasons += [f"{backend.capabilities.name}: {text}" for text in problems]
+    raise UnsupportedError("no backend can serve", reasons)
+
+
 def select_backend(
     need: Requirements, name: str | AttentionBackend | None = None
 ) -> AttentionBackend:
@@ -90,15 +153,4 @@ def select_backend(
         UnsupportedError: the named one, or none at all, can serve; every reason is listed.
         ArgumentError: an unknown name.
     """
-    if name is not None:
-        backend = _made_for(need, name) if isinstance(name, str) else name
-        backend.check(need)
-        return backend
-    reasons = []
-    candidates = [_made_for(need, known) for known in BACKENDS]
-    for backend in sorted(candidates, key=lambda b: _rank(b, need)):
-        problems = backend.problems(need)
-        if not problems:
-            return backend
-        reasons += [f"{backend.capabilities.name}: {text}" for text in problems]
-    raise UnsupportedError("no backend can serve", reasons)
+    return choose_backend(need, name).backend

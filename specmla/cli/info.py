@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from rich.console import Console
 
 from specmla import __version__
 from specmla.backends.base import Requirements
-from specmla.backends.select import BACKENDS, get_backend
+from specmla.backends.select import choose_backend
 from specmla.bench.environment import collect_env
 from specmla.cli.support import HEADER, support_row
 from specmla.errors import require
@@ -29,15 +31,22 @@ def run_info(json: bool = False) -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     need = Requirements(device, dtype, 16, 512, 64, 64)
     console.print(f"\nbackends, asked for {dtype} on {device}, latent 512 + rope 64, page 64:")
-    for name in BACKENDS:
-        backend = get_backend(name)
-        problems = backend.problems(need)
-        console.print(f"  {name}: {'available' if not problems else 'not available'}")
-        for problem in problems:
-            console.print(f"    because {problem}", markup=False)
-        for label, cell in zip(HEADER[1:], support_row(backend.capabilities)[1:], strict=True):
-            console.print(f"    {label}: {cell}", style="dim")
+    for line in backend_lines(need):
+        console.print(line, markup=False)
     return 0
+
+
+def backend_lines(need: Requirements) -> Iterator[str]:
+    """Say which backend would serve `need`, why each other one would not, and what all declare."""
+    chosen = choose_backend(need)
+    ranked = [chosen.backend, *chosen.others]
+    for backend in ranked:
+        has = backend.capabilities
+        state = "not available" if backend.problems(need) else "available"
+        yield f"  {has.name}: {'preferred' if backend is chosen.backend else state}"
+        yield from (f"    because {reason}" for reason in chosen.reasons.get(has.name, ()))
+        cells = zip(HEADER[1:], support_row(has)[1:], strict=True)
+        yield from (f"    {label}: {cell}" for label, cell in cells)
 
 
 def _flat(value: object) -> str:

@@ -18,7 +18,10 @@ from specmla.backends.flashmla import FlashMLABackend
 from specmla.backends.flashmla_plan import FlashMLAPlan
 from specmla.backends.reference import ReferenceBackend
 from specmla.backends.select import get_backend
+from specmla.backends.step_size import StepSize
+from specmla.buffers import total_bytes
 from specmla.errors import ArgumentError, UnsupportedError
+from specmla.kernels.launch import Device
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
 from specmla.testing import assert_matches_oracle, check_backend, make_case
@@ -342,6 +345,17 @@ def test_an_lse_of_another_shape_is_refused() -> None:
 
     with pytest.raises(ArgumentError, match="LSE of the operator is"):
         case_of("2q3s70").attend(on_cpu(odd))
+
+
+def test_the_plan_holds_what_was_counted() -> None:
+    case, backend = case_of("3q2s130"), on_cpu()
+    part = case.planned(backend)
+    here = StepSize.of(part, 3, 512, torch.bfloat16)
+    size = dataclasses.replace(here, device=Device("sm_90", 132))
+    held = sum(t.numel() * t.element_size() for t in part.plan.tensors())
+    assert held == total_bytes(backend.scratch(size))
+    with pytest.raises(UnsupportedError, match="architecture is interpreter, accepted is sm_90"):
+        backend.scratch(here)
 
 
 def test_it_is_never_preferred() -> None:
