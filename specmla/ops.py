@@ -9,7 +9,7 @@ An operator takes tensors and numbers. The cache and the planned step, which are
 passed as keys: one-element int64 tensors on the CPU, whose value is no part of a compiled graph, so
 that one graph serves all steps. A key lives as long as its object.
 
-A Library with `define` and `impl` costs a third of what `custom_op` adds to a call.
+`define` and `impl` add about a microsecond to a call, where `custom_op` would add fifteen (CPU).
 """
 
 from __future__ import annotations

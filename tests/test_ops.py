@@ -11,8 +11,11 @@ import torch
 from specmla import ops
 from specmla.backends.base import AttentionOutput
 from specmla.backends.reference import ReferenceBackend
+from specmla.cache.latent import LatentCache
+from specmla.compiling import OperatorBackend, OperatorCache
 from specmla.errors import ArgumentError
 from specmla.metadata import VerifyPart
+from specmla.testing import check_backend
 from tests.test_compiling import Paged, make_paged
 from tests.test_layer import VERIFY
 
@@ -115,3 +118,12 @@ def test_results_have_the_strides_that_were_traced() -> None:
     part.plan.__dict__["backend"] = Transposed()
     query = torch.randn(8, 12, 128), torch.randn(8, 12, 32), paged.cache.layer(1)
     torch.library.opcheck(torch.ops.specmla.attend.default, (*query, part.plan.key, 0.1))
+
+
+@pytest.mark.slow
+def test_check_backend() -> None:
+    """Every case of the backend, through the operator."""
+    cache = OperatorCache(LatentCache(1, 1, 16, 160, torch.float32, "cpu"), token=False)
+    report = check_backend(OperatorBackend(ReferenceBackend(), cache), device="cpu")
+    report.raise_if_failed()
+    assert report.num_run > 30

@@ -77,7 +77,7 @@ def _read_scales(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Read the scales of all e4m3 weights, and list everything that is wrong with them."""
     linear = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    values: dict[str, Tensor] = {}
+    weights: dict[str, dict[str, str]] = {}  # by file and name of their scale
     reasons = []
     for weight, shard in sources.items():
         shape, dtype = headers[shard][weight]
@@ -95,9 +95,13 @@ def _read_scales(
             name, source = of_weight[0]
             problems = scales.header_problems(name, shape, *headers[source][name])
             if not problems:
-                values[weight] = next(read_tensors(folder / source, [name]))[1].clone()
-                problems = scales.value_problems(name, values[weight])
+                weights.setdefault(source, {})[name] = weight
             reasons += problems
+    values: dict[str, Tensor] = {}
+    for source, by_name in weights.items():
+        for name, scale in read_tensors(folder / source, by_name):
+            values[by_name[name]] = scale.clone()
+            reasons += scales.value_problems(name, scale)
     return values, reasons
 
 
