@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specmla.backends.base import AttentionBackend, Requirements
-from specmla.backends.select import BACKENDS, get_backend
+from specmla.backends.select import BACKENDS, backend_for
 from specmla.backends.step_size import StepSize
 from specmla.buffers import Buffer, total_bytes
 from specmla.cache.layout import CacheLayout
@@ -153,7 +153,7 @@ class Account:
         """Bytes of scratch of the preferred backend, 0 if none serves such a model."""
         if self.preferred is None:
             return 0
-        backend = get_backend(self.preferred)
+        backend = backend_for(_need(self.model, self.layout), self.preferred)
         return total_bytes(scratch_buffers(backend, self.model, self.layout, self.load, batch))
 
     def needed_bytes(self, batch: int) -> int:
@@ -210,17 +210,10 @@ def account(model: ModelSize, layout: CacheLayout, load: Load) -> Account:
         [f"layout.width is {layout.width}, accepted is {at.cache_width}"] if wrong else [],
         "account",
     )
-    need = Requirements(
-        device=torch.device("cuda"),
-        dtype=layout.dtype,
-        num_heads=at.num_heads,
-        kv_lora_rank=at.kv_lora_rank,
-        qk_rope_head_dim=at.qk_rope_head_dim,
-        page_size=layout.page_size,
-    )
+    need = _need(model, layout)
     scratch: dict[str, int] = {}
     refused: dict[str, tuple[str, ...]] = {}
-    backends = [get_backend(name) for name in BACKENDS]
+    backends = [backend_for(need, name) for name in BACKENDS]
     for backend in sorted(backends, key=lambda b: -b.capabilities.priority):
         name, found = backend.capabilities.name, backend.declared_problems(need)
         try:
@@ -232,3 +225,16 @@ def account(model: ModelSize, layout: CacheLayout, load: Load) -> Account:
         else:
             scratch[name] = total_bytes(buffers)
     return Account(model, layout, load, scratch, refused)
+
+
+def _need(model: ModelSize, layout: CacheLayout) -> Requirements:
+    at = model.attention
+    return Requirements(
+        device=torch.device("cuda"),
+        dtype=layout.dtype,
+        num_heads=at.num_heads,
+        kv_lora_rank=at.kv_lora_rank,
+        qk_rope_head_dim=at.qk_rope_head_dim,
+        page_size=layout.page_size,
+        format=layout.format,
+    )

@@ -20,6 +20,7 @@ from specmla.accounting import Account, Load, ModelSize, account, scratch_buffer
 from specmla.backends.base import AttentionBackend
 from specmla.backends.hopper import HopperBackend
 from specmla.backends.reference import ReferenceBackend
+from specmla.backends.select import BACKENDS, get_backend
 from specmla.backends.step_size import StepSize
 from specmla.buffers import total_bytes
 from specmla.cache.formats import cache_format
@@ -110,6 +111,11 @@ def test_the_pool_of_a_quantised_format_is_what_was_counted(name: str) -> None:
     cache = LatentCache(3, 4, 64, 576, torch.bfloat16, "cpu", format=fmt)
     assert cache.layer(0).untyped_storage().nbytes() == found.cache_bytes(2)
     assert found.bytes_per_token == 3 * fmt.bytes_per_row < 3 * 1152
+    assert "reference" in found.scratch
+    for other in BACKENDS:
+        served = name in get_backend(other).capabilities.formats
+        assert (other in found.scratch) == served, other
+        assert served or any(name in reason for reason in found.refused[other])
     assert found.mha_bytes_per_row == 81_920
 
 

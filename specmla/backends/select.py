@@ -65,8 +65,12 @@ def get_backend(
     return BACKENDS[name]().make(batch_invariant=batch_invariant, cache_format=cache_format)
 
 
-def _made_for(need: Requirements, name: str) -> AttentionBackend:
-    """Make it as needed in what it can be; of the rest `problems` will tell."""
+def backend_for(need: Requirements, name: str) -> AttentionBackend:
+    """Make the backend of that name as needed in what it can be; of the rest `problems` tells.
+
+    Raises:
+        ArgumentError: an unknown name.
+    """
     has = get_backend(name).capabilities
     packed = quantised(need.format)
     return get_backend(
@@ -126,9 +130,9 @@ def choose_backend(need: Requirements, name: str | AttentionBackend | None = Non
         ArgumentError: an unknown name.
     """
     if isinstance(name, str):
-        name = _made_for(need, name)
+        name = backend_for(need, name)
     kept = name.capabilities.name if name is not None else None
-    candidates = [_made_for(need, known) for known in BACKENDS if known != kept]
+    candidates = [backend_for(need, known) for known in BACKENDS if known != kept]
     candidates.sort(key=lambda b: _rank(b, need))
     if name is not None:
         name.check(need)
