@@ -11,6 +11,8 @@ from torch import Tensor
 from specmla.backends.base import AttentionOutput, Capabilities
 from specmla.backends.step_size import StepSize
 from specmla.backends.triton_base import TritonKernelsBackend
+from specmla.cache.formats.base import byte_problems
+from specmla.cache.operations import KERNEL_FORMATS, fp8_rows
 from specmla.errors import require
 from specmla.kernels import inputs
 from specmla.kernels.launch import find_entry
@@ -46,6 +48,7 @@ class TritonBackend(TritonKernelsBackend):
         min_capability=(8, 0),
         priority=20,
         batch_invariant=True,
+        formats=KERNEL_FORMATS,
         summary="packed rows of ragged requests, split keys, all masks; the CPU only interprets",
     )
 
@@ -72,7 +75,8 @@ class TritonBackend(TritonKernelsBackend):
         # Where rows must get the same bits in any company, the largest tile serves every Q.
         rows = LARGEST_TILE if self.batch_invariant else size.max_query_len * size.num_heads
         item = size.dtype.itemsize
-        entry = self.config or find_entry("packed", size.device.arch, rows, item, size.page_size)
+        kernel = "packed_fp8" if self.cache_format else "packed"
+        entry = self.config or find_entry(kernel, size.device.arch, rows, item, size.page_size)
         return (
             StepShape(size.num_rows, size.num_requests, size.num_heads, size.kv_lora_rank, item),
             entry,
@@ -94,10 +98,21 @@ class TritonBackend(TritonKernelsBackend):
         """
         from specmla.kernels.packed import packed_attention
 
-        found = inputs.mqa_problems(q_latent, q_rope, latent_cache, part)
+        packed = self.cache_format
+        found = inputs.mqa_problems(
+            q_latent, q_rope, latent_cache, part, packed.bytes_per_row if packed else None
+        )
+        if packed:
+            found += byte_problems(packed, q_latent, q_rope, latent_cache)
         require(found or inputs.plan_problems(part.plan, q_latent), "TritonBackend.forward_mqa")
         with torch.cuda.device_of(q_latent):
             out, lse = packed_attention(
-                q_latent, q_rope, latent_cache, part, part.plan, softmax_scale
+                q_latent,
+                q_rope,
+                latent_cache,
+                part,
+                part.plan,
+                softmax_scale,
+                fp8_rows(packed) if packed else None,
             )
         return AttentionOutput(out, lse)

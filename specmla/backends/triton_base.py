@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import Requirements
+from specmla.backends.format_reasons import name_reasons
 from specmla.backends.triton_prompts import TritonPrompts
+from specmla.cache.formats.base import CacheFormat
+from specmla.cache.formats.plain import quantised
 from specmla.errors import require
 from specmla.kernels import inputs
 from specmla.kernels.plan import (
@@ -41,9 +44,11 @@ class TritonKernelsBackend(TritonPrompts):
             of a row depend on its own query and keys alone, not on other requests nor on how many
             rows its request brings. Scratch then grows with the width of the block table.
         piece_keys: keys of such a piece.
+        cache_format: quantised format of the caches to read, one of `capabilities.formats`.
 
     Raises:
-        ArgumentError: fewer than one split or key, or splits of batch-invariant results.
+        ArgumentError: another format, fewer than one split or key, or splits of batch-invariant
+            results.
     """
 
     def __init__(
@@ -53,8 +58,9 @@ class TritonKernelsBackend(TritonPrompts):
         *,
         batch_invariant: bool = False,
         piece_keys: int = PIECE_KEYS,
+        cache_format: CacheFormat | None = None,
     ) -> None:
-        found = []
+        found = name_reasons(cache_format, self.capabilities.formats)
         if num_splits is not None and num_splits < 1:
             found.append(f"num_splits is {num_splits}, accepted are None and values >= 1")
         if num_splits is not None and batch_invariant:
@@ -63,6 +69,7 @@ class TritonKernelsBackend(TritonPrompts):
             found.append(f"piece_keys is {piece_keys}, accepted are values >= 1")
         require(found, type(self).__name__)
         self.config, self.batch_invariant = config, batch_invariant
+        self.cache_format = quantised(cache_format)
         self.rule = CutRule(num_splits, piece_keys if batch_invariant else None)
 
     def problems(self, need: Requirements) -> list[str]:

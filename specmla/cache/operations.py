@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from specmla.cache.formats.base import CacheFormat
 from specmla.cache.formats.fp8 import Fp8Format
 from specmla.cache.formats.fp8_ds_mla import GROUP
 from specmla.cache.formats.fp8_per_token_head import Fp8PerTokenHeadFormat
-
-if TYPE_CHECKING:
-    from specmla.kernels.store_fp8 import Fp8Rows
+from specmla.kernels.fp8_rows import Fp8Rows
 
 KERNEL_FORMATS = ("fp8", "fp8_ds_mla", "fp8_per_token_head")
 """Quantised formats that the store and gather kernels serve; torch serves all."""
@@ -59,7 +57,7 @@ def cache_operations(
         return CacheOperations(storing.store_rows, gathering.gather_rows, move, copy)
     from specmla.kernels.store_fp8 import store_fp8_rows
 
-    form = _fp8_rows(format)
+    form = fp8_rows(format)
     gather = partial(gather_fp8, form, format)
     return CacheOperations(partial(store_fp8_rows, form), gather, move, copy)
 
@@ -94,10 +92,8 @@ def gather_fp8(
     return gather_fp8_rows(form, pool, slots, out)
 
 
-def _fp8_rows(format: CacheFormat) -> Fp8Rows:
+def fp8_rows(format: CacheFormat) -> Fp8Rows:
     """Tell the kernels where codes and scales of a format of `KERNEL_FORMATS` lie."""
-    from specmla.kernels.store_fp8 import Fp8Rows
-
     if isinstance(format, Fp8Format):
         return Fp8Rows(format.width, scale=format.k_scale)
     scales_at = format.part("scales").offset // 4

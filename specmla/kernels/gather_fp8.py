@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.e4m3 import decode_e4m3
-from specmla.kernels.store_fp8 import Fp8Rows
+from specmla.kernels.fp8_rows import Fp8Rows
 
 BLOCK_ROWS, BLOCK_COLS = 32, 64
 NUM_WARPS = 4

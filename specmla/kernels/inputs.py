@@ -41,9 +41,16 @@ def device_problems(device: torch.device, dtype: torch.dtype, interpreted: bool)
 
 
 def mqa_problems(
-    q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, part: VerifyPart
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    part: VerifyPart,
+    row_bytes: int | None = None,
 ) -> list[str]:
-    """List every shape, dtype, stride or plan that `forward_mqa` can't take."""
+    """List every shape, dtype, stride or plan that `forward_mqa` can't take.
+
+    With `row_bytes` the cache is [N, G, row_bytes], and its dtype is the caller's to check.
+    """
     found = [
         f"{name} has no axes, accepted are three"
         for name, t in (("q_latent", q_latent), ("q_rope", q_rope), ("latent_cache", latent_cache))
@@ -62,15 +69,16 @@ def mqa_problems(
             f"q_rope is {tuple(q_rope.shape)}, accepted is {tuple(q_latent.shape[:2])} + R with R "
             f"in {list(ROPE_DIMS)}"
         )
-    if latent_cache.dim() != 3 or latent_cache.shape[1:] != (part.page_size, rank + rope):
+    width = row_bytes or rank + rope
+    if latent_cache.dim() != 3 or latent_cache.shape[1:] != (part.page_size, width):
         found.append(
             f"latent_cache is {tuple(latent_cache.shape)}, accepted is [N, G={part.page_size}, "
-            f"C + R={rank + rope}]"
+            f"{'bytes' if row_bytes else 'C + R'}={width}]"
         )
-    elif latent_cache.stride()[1:] != (rank + rope, 1):
+    elif latent_cache.stride()[1:] != (width, 1):
         found.append(
             f"latent_cache has strides {latent_cache.stride()}, accepted are rows contiguous in a "
-            f"page: (any, {rank + rope}, 1)"
+            f"page: (any, {width}, 1)"
         )
     elif latent_cache.shape[0] < part.num_pages:
         found.append(
@@ -79,8 +87,9 @@ def mqa_problems(
         )
     if part.page_size % PAGE_MULTIPLE:
         found.append(f"page_size is {part.page_size}, accepted are multiples of {PAGE_MULTIPLE}")
-    found += _tensor_problems(q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache)
-    return found
+    if row_bytes:
+        return found + _tensor_problems(q_latent=q_latent, q_rope=q_rope)
+    return found + _tensor_problems(q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache)
 
 
 def plan_problems(plan: object, q_latent: Tensor) -> list[str]:

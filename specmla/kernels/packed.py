@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.combine import combine
+from specmla.kernels.fp8_rows import Fp8Rows
 from specmla.kernels.launch import FP_FUSION
 from specmla.kernels.pieces import FIELDS
 from specmla.kernels.plan import PiecePlan
@@ -29,6 +30,7 @@ from specmla.kernels.prims import (
     softmax_step,
     visible_keys,
 )
+from specmla.kernels.row_loads import PLAIN, load_latent, load_rope
 from specmla.metadata import VerifyPart
 
 
@@ -61,6 +63,7 @@ def packed_kernel(
     row_start_ptr,  # [T] int32 or None
     tree_bits_ptr,  # [T] int64 or None
     scale_log2,
+    row_scale,  # of all rows where the cache has one that is not 1, or None
     stride_table,
     stride_latent_t,
     stride_latent_h,
@@ -71,6 +74,10 @@ def packed_kernel(
     C: tl.constexpr,
     R: tl.constexpr,
     G: tl.constexpr,
+    ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -122,10 +129,12 @@ def packed_kernel(
         keys = start + tl.arange(0, BLOCK_N)
         held = (keys < num_keys)[:, None]
         # Stale rows are read as zeros: a weight of zero would not do, 0 * NaN is NaN.
-        row_at = block_rows(cache_ptr, pages, start, stride_page, C + R, G, BLOCK_N)[:, None]
-        kv = tl.load(row_at + offs_c[None, :], mask=held, other=0.0)
+        row_at = block_rows(cache_ptr, pages, start, stride_page, ROW, G, BLOCK_N)[:, None]
+        kv = load_latent(row_at, offs_c[None, :], held, q_latent.dtype, GROUP, SCALES)
         if R > 0:
-            k_rope = tl.load(row_at + C + offs_r[None, :], mask=held, other=0.0)
+            k_rope = load_rope(
+                row_at, offs_r[None, :], held, q_latent.dtype, C, GROUP, SCALES, ROPE
+            )
         pages = block_pages(table_ptr, start + BLOCK_N, num_keys, G, BLOCK_N)
 
         # See NOTES.md, "Branches that are always taken", for why BRANCHED wraps the step.
@@ -156,6 +165,8 @@ def packed_kernel(
     lanes = tl.arange(0, BLOCK_M)
     alive = lanes < num_rows * H - tile * BLOCK_M
     out = acc * inverse[:, None]
+    if row_scale is not None:
+        out = out * row_scale
     if slot < 0:
         row = (first_row * H + tile * BLOCK_M).to(tl.int64) + lanes
         out_at = (out_ptr + row * C)[:, None] + offs_c[None, :]
@@ -175,6 +186,7 @@ def packed_attention(
     part: VerifyPart,
     plan: PiecePlan,
     softmax_scale: float,
+    form: Fp8Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the packed kernel, and the merge where the plan may cut.
 
@@ -184,6 +196,8 @@ def packed_attention(
         part: the step's verify rows.
         plan: of the step.
         softmax_scale: natural scale of the scores.
+        form: where codes and scales lie if the cache is [N, G, bytes] uint8; None for numbers. A
+            scale of all rows is applied to scores and output, the products take bare codes.
 
     Returns:
         Latents [T, H, C] in the query's dtype and LSE [T, H] float32 (natural log).
@@ -207,7 +221,8 @@ def packed_attention(
         part.row_extent,
         part.row_start,
         part.tree_bits,
-        softmax_scale * LOG2_E,
+        softmax_scale * LOG2_E * (form.scale if form else 1.0),
+        form.scale if form and form.scale != 1.0 else None,
         part.block_table.stride(0),
         *q_latent.stride()[:2],
         *q_rope.stride()[:2],
@@ -216,6 +231,10 @@ def packed_attention(
         C=rank,
         R=q_rope.shape[2],
         G=latent_cache.shape[1],
+        ROW=latent_cache.shape[2],
+        GROUP=form.group if form else PLAIN,
+        SCALES=form.scales_at * 4 if form else 0,
+        ROPE=form.rope_at * 2 if form else 0,
         BLOCK_M=entry.block_m,
         BLOCK_N=entry.block_n,
         STAGES=entry.num_stages,

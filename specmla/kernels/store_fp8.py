@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -13,26 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.e4m3 import clamp_finite, dynamic_scale, encode_e4m3
+from specmla.kernels.fp8_rows import Fp8Rows
 
 BLOCK_COLS, TILE = 64, 2048
 NUM_WARPS = 4
-
-
-class Fp8Rows(NamedTuple):
-    """Where codes and scales of a row lie.
-
-    codes: leading numbers of a row that are e4m3; those after them are bf16. group: codes that
-    share a scale in the row, 0 for one scale of all rows. scales_at: float32 that lie before the
-    first scale. copies: of each scale. rope_at: bf16 numbers that lie before the rotated key, where
-    that is not codes. scale: of all rows.
-    """
-
-    codes: int
-    group: int = 0
-    scales_at: int = 0
-    copies: int = 1
-    rope_at: int = 0
-    scale: float = 1.0
 
 
 @triton.jit(

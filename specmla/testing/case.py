@@ -107,15 +107,14 @@ class VerifyCase:
         """The scale to pass on."""
         return self.spec.softmax_scale
 
-    def rows(self) -> Tensor:
-        """Give what the cache holds as numbers [N, G, C + R]: float64 if they are quantised."""
+    def rows(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Give what the cache holds as numbers [N, G, C + R]: in `dtype` if they are quantised."""
         packed = quantised(self.spec.cache_format)
         if packed is None:
             return self.latent_cache
+        rows = packed.dequantise(self.latent_cache.flatten(0, 1), dtype)
         num_pages, page, _ = self.latent_cache.shape
-        return packed.dequantise(self.latent_cache.flatten(0, 1), torch.float64).view(
-            num_pages, page, -1
-        )
+        return rows.view(num_pages, page, -1)
 
     def tables(self) -> VerifyPart:
         """Write the tables, unplanned, unused cells absurd."""

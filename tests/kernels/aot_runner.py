@@ -43,6 +43,7 @@ DTYPES = {2: ("bf16", "fp16"), 4: ("fp32",)}
 
 KERNELS = {
     "packed": packed_kernel,
+    "packed_fp8": packed_kernel,
     "rows": rows_kernel,
     "prefill": prefill_kernel,
     "combine": combine_kernel,
@@ -50,6 +51,13 @@ KERNELS = {
 }
 
 CACHE_MODULES = {"store": store, "gather": gather, "move": move}
+PLAIN_ROWS = {"row_scale": None, "GROUP": -1, "SCALES": 0, "ROPE": 0}
+FP8_ROWS: list[dict[str, Any]] = [
+    {"ROW": 576, "GROUP": 0},
+    {"ROW": 656, "GROUP": 128, "SCALES": 512, "ROPE": 528, "row_scale": None},
+    {"ROW": 584, "GROUP": 576, "SCALES": 576, "row_scale": None},
+]
+"""Rows of each e4m3 format for DeepSeek."""
 CACHE_MODULES |= {"store_fp8": store_fp8, "gather_fp8": gather_fp8}
 
 
@@ -90,13 +98,26 @@ def attention_jobs(kernel: str, arch: str, entry: LaunchEntry) -> list[Job]:
         constants: dict[str, Any] = {"H": 16, "C": rank, "R": rope, "G": page}
         if not masks:
             constants |= {"row_start_ptr": None, "tree_bits_ptr": None}
-        if kernel == "packed":
+        if kernel != "rows":
+            constants |= PLAIN_ROWS | {"ROW": rank + rope}
             constants |= {"BLOCK_M": entry.block_m, "BLOCK_N": entry.block_n}
             constants |= {"STAGES": entry.num_stages, "BRANCHED": entry.branched}
         else:
             constants.pop("tree_bits_ptr", None)
             constants |= {"BLOCK_H": entry.block_m, "BLOCK_N": entry.block_n}
         jobs.append(Job(kernel, arch, dtype, constants, entry.num_warps, entry.num_stages))
+    return jobs
+
+
+def fp8_jobs(arch: str, entry: LaunchEntry) -> list[Job]:
+    """Both dtypes of an entry for rows of each e4m3 format."""
+    jobs = []
+    for job in attention_jobs("packed_fp8", arch, entry)[:2]:
+        for row in FP8_ROWS:
+            constants = job.constants | row
+            if "row_scale" not in row:
+                del constants["row_scale"]
+            jobs.append(job._replace(constants=constants))
     return jobs
 
 
@@ -162,6 +183,8 @@ def all_jobs() -> list[Job | CacheJob]:
             for entry in entries:
                 if kernel == "prefill":
                     jobs += prefill_jobs(arch, entry)
+                elif kernel == "packed_fp8":
+                    jobs += fp8_jobs(arch, entry)
                 else:
                     jobs += attention_jobs(kernel, arch, entry)
         jobs += combine_jobs(arch) + plan_jobs(arch) + cache_jobs(arch)
@@ -178,13 +201,15 @@ def argument_type(name: str, job: Job) -> str:
     """Triton's type of a kernel argument, as a launch would give it."""
     if name in job.constants:
         return "constexpr"
+    if name == "cache_ptr" and job.kernel == "packed_fp8":
+        return "*u8"
     if name in ("lse_ptr", "partial_ptr", "partial_lse_ptr"):
         return "*fp32"
     if name in ("out_ptr", "q_latent_ptr", "q_rope_ptr", "cache_ptr", "q_ptr", "k_ptr", "v_ptr"):
         return f"*{job.dtype}"
     if name == "tree_bits_ptr":
         return "*i64"
-    return "*i32" if name.endswith("_ptr") else "fp32" if name == "scale_log2" else "i32"
+    return "*i32" if name.endswith("_ptr") else "fp32" if "scale" in name else "i32"
 
 
 def is_aligned(name: str, kind: str) -> bool:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from specmla.cache import LatentCache, cache_format
 from specmla.cache.formats.e4m3 import decode_e4m3, dynamic_scale, encode_e4m3
-from specmla.kernels import e4m3
+from specmla.kernels import e4m3, row_loads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ["fp8", "fp8-scaled", "fp8_ds_mla", "fp8_per_token_head"]
@@ -68,6 +68,21 @@ def test_codes_are_those_of_torch_for_every_value_that_matters() -> None:
     got, back, _ = coded(exact)
     assert torch.equal(got[keep_codes := ~exact.isnan()], codes[keep_codes])
     assert torch.equal(bits(back[keep_codes]), bits(exact[keep_codes]))
+
+
+@triton.jit
+def small_kernel(value_ptr, code_ptr):
+    at = tl.arange(0, 256)
+    tl.store(value_ptr + at, row_loads.small_e4m3(tl.load(code_ptr + at)))
+
+
+def test_codes_in_float16() -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    got = torch.zeros(256, dtype=torch.float16, device=DEVICE)
+    small_kernel[(1,)](got, codes, enable_fp_fusion=False)
+    expected = decode_e4m3(codes, torch.float16)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(bits(got[~got.isnan()]), bits(expected[~got.isnan()]))
 
 
 @st.composite

@@ -184,4 +184,10 @@ def byte_problems(
         found.append(
             f"latent_cache has strides {latent_cache.stride()}, accepted is a last stride of 1"
         )
+    places = latent_cache.data_ptr(), *latent_cache.stride()[:-1]
+    if any(place % format.alignment for place in places):
+        found.append(
+            f"latent_cache has strides {latent_cache.stride()} or an address that are no multiples "
+            f"of {format.alignment} bytes, which {format.name!r} needs"
+        )
     return found
