@@ -241,6 +241,10 @@ def test_what_fits_is_the_most_that_fits() -> None:
         count = found.fitting(memory)
         assert not count or found.needed_bytes(count) <= memory
         assert found.needed_bytes(count + 1) > memory
+    for count in (1, 2, 700):
+        needed = found.needed_bytes(count)
+        assert found.fitting(needed) == count
+        assert found.fitting(needed - 1) == count - 1
 
 
 @pytest.mark.parametrize("name", ["context", "batch", "query_len"])
