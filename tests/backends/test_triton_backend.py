@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from typing import Any
 
@@ -13,9 +14,12 @@ pytest.importorskip("triton")
 from specmla.backends.base import AttentionBackend, Requirements
 from specmla.backends.rows import RowsBackend
 from specmla.backends.select import get_backend, select_backend
+from specmla.backends.step_size import StepSize
 from specmla.backends.triton import TritonBackend
 from specmla.errors import ArgumentError, UnsupportedError
 from specmla.kernels import prims
+from specmla.kernels.launch import Device
+from specmla.kernels.plan import StepShape
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
 
@@ -126,3 +130,14 @@ def test_select_builds_what_is_needed() -> None:
     with pytest.raises(UnsupportedError, match="batch_invariant"):
         get_backend("reference", batch_invariant=True)
     assert get_backend("triton", batch_invariant=True).batch_invariant
+
+
+def test_the_tile_follows_the_rows_of_a_request() -> None:
+    size = StepSize(Device("sm_90", 132), torch.bfloat16, 8, 2, 4, 16, 512, 64, 8192)
+    one = dataclasses.replace(size, num_rows=2, max_query_len=1)
+    assert TritonBackend().step_form(size)[1].block_m == 64
+    assert TritonBackend().step_form(one)[1].block_m == 16
+    assert TritonBackend(batch_invariant=True).step_form(one)[1].block_m == 64
+    assert RowsBackend().step_form(size)[1].block_m == 16
+    assert RowsBackend().step_form(size)[0] == StepShape(8, 8, 16, 512, 2)
+    assert TritonBackend().step_form(size)[0] == StepShape(8, 2, 16, 512, 2)
