@@ -11,6 +11,7 @@ from specmla.backends.select import Selection, choose_backend, get_backend, sele
 from specmla.batch_split import BatchRules
 from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
+from specmla.cache.formats import CacheFormat, cache_format
 from specmla.cache.latent import LatentCache
 from specmla.cache.layout import CacheLayout
 from specmla.compiling import as_operators
@@ -65,6 +66,7 @@ __all__ = [
     "BatchRules",
     "BlockManager",
     "BusyError",
+    "CacheFormat",
     "CacheLayout",
     "Capabilities",
     "CheckpointError",
@@ -104,6 +106,7 @@ __all__ = [
     "YarnScaling",
     "as_operators",
     "build_step",
+    "cache_format",
     "check_vocab",
     "choose_backend",
     "generate",
