@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specmla.backends.base import AttentionOutput, Capabilities
+from specmla.backends.base import AttentionOutput, Capabilities, Requirements
 from specmla.backends.step_size import StepSize
 from specmla.backends.triton_base import TritonKernelsBackend
 from specmla.cache.formats.base import byte_problems
 from specmla.cache.operations import KERNEL_FORMATS, fp8_rows
 from specmla.errors import require
 from specmla.kernels import inputs
-from specmla.kernels.launch import find_entry
+from specmla.kernels.launch import describe_device, find_entry
 from specmla.kernels.plan import StepShape
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
@@ -51,6 +51,15 @@ class TritonBackend(TritonKernelsBackend):
         formats=KERNEL_FORMATS,
         summary="packed rows of ragged requests, split keys, all masks; the CPU only interprets",
     )
+
+    def problems(self, need: Requirements) -> list[str]:
+        """List what is in the way, an architecture without entries for the format included."""
+        found, kind = super().problems(need), need.device.type
+        is_here = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+        if self.cache_format is None or not is_here or self.unavailable():
+            return found
+        arch, itemsize = describe_device(need.device).arch, need.dtype.itemsize
+        return found + inputs.entry_problems("packed_fp8", arch, itemsize)
 
     def plan(
         self,

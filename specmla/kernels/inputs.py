@@ -40,6 +40,14 @@ def device_problems(device: torch.device, dtype: torch.dtype, interpreted: bool)
     return found
 
 
+def entry_problems(kernel: str, arch: str, itemsize: int) -> list[str]:
+    """List why a kernel can't be launched on an architecture of the table: it has no entry."""
+    kernels = launch_table().get(arch, {})
+    if not kernels or any(entry.itemsize == itemsize for entry in kernels.get(kernel, ())):
+        return []
+    return [f"kernel {kernel!r} has no launch entry for {arch} and {itemsize} bytes an element"]
+
+
 def mqa_problems(
     q_latent: Tensor,
     q_rope: Tensor,

@@ -14,6 +14,8 @@ from specmla.backends.select import get_backend, select_backend
 from specmla.backends.triton import TritonBackend
 from specmla.cache import CacheFormat, cache_format
 from specmla.errors import ArgumentError, UnsupportedError
+from specmla.kernels.inputs import entry_problems
+from specmla.kernels.launch import Device, launch_table
 from specmla.mask import DraftMask
 from specmla.testing import make_case
 from specmla.testing.case import VerifyCase
@@ -121,7 +123,7 @@ def test_batch_invariant_rows(device: torch.device, name: str) -> None:
         at = rows.stop
 
 
-def need(device: torch.device, format: CacheFormat, **changes: Any) -> Requirements:
+def need(device: torch.device, format: CacheFormat | None, **changes: Any) -> Requirements:
     usual = {"device": device, "dtype": torch.float32, "num_heads": 4}
     usual |= {"kv_lora_rank": C, "qk_rope_head_dim": R, "page_size": 16}
     return Requirements(**(usual | changes), format=format)
@@ -129,10 +131,27 @@ def need(device: torch.device, format: CacheFormat, **changes: Any) -> Requireme
 
 def test_selection(device: torch.device, name: str) -> None:
     format = made(name)
+    elsewhere = TritonBackend(cache_format=format).problems(need(torch.device("meta"), format))
+    assert [text for text in elsewhere if "device is 'meta'" in text]
     backend = select_backend(need(device, format), "triton")
     assert (type(backend), backend.cache_format) == (TritonBackend, format)
     backend = get_backend("triton", batch_invariant=True, cache_format=format)
     assert (backend.batch_invariant, backend.cache_format) == (True, format)
+
+
+@pytest.mark.parametrize("arch", sorted(launch_table()))
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_an_architecture_without_entries_is_refused_at_selection(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, arch: str, itemsize: int
+) -> None:
+    dtype = {2: torch.float16, 4: torch.float32}[itemsize]
+    found = entry_problems("packed_fp8", arch, itemsize)
+    assert bool(found) == (arch == "gfx942")
+    monkeypatch.setattr("specmla.backends.triton.describe_device", lambda _: Device(arch, 100))
+    format = made("fp8", dtype)
+    problems = TritonBackend(cache_format=format).problems(need(device, format, dtype=dtype))
+    assert [text for text in problems if "launch entry" in text] == found
+    assert not [text for text in TritonBackend().problems(need(device, None)) if "entry" in text]
 
 
 def test_refusals(device: torch.device, name: str) -> None:
