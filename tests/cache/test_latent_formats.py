@@ -195,3 +195,22 @@ def test_kernels_refuse_what_they_do_not_serve(monkeypatch: pytest.MonkeyPatch) 
         LatentCache(L, N, G, A, torch.float32, "cpu", "triton", made("nvfp4_ds_mla"))
     with pytest.raises(ArgumentError, match=r"dtype is torch.float64, accepted by impl 'triton'"):
         LatentCache(L, N, G, A, torch.float64, "cpu", "triton", made("fp8", torch.float64))
+
+
+def test_far_pages_are_reached_by_64_bit_addresses(case: tuple[str, str]) -> None:
+    """Pages 2^31 bytes apart; nothing but their rows is touched, so nothing else is backed."""
+    format = made(case[1])
+    size, step = format.bytes_per_row, 2**31
+    try:
+        whole = torch.empty(2 * step + G * size, dtype=torch.uint8, device=DEVICE)
+    except RuntimeError:
+        pytest.skip("no room for 4 GiB of addresses")
+    pages = whole.as_strided((3, G, size), (step, size, 1))
+    cache = LatentCache.from_pool([pages], case[0], format)
+    latent, rope, slots = numbers(3, C), numbers(3, R), slots_of([2 * G + 1, G + 3, 0])
+    cache.store(0, latent, rope, slots)
+    packed = format.quantise(latent, rope)
+    assert torch.equal(pages[[2, 1, 0], [1, 3, 0]], packed)
+    assert torch.equal(cache.gather(0, slots), format.dequantise(packed))
+    cache.move(slots, slots_of([0, 2 * G + 4, G]))
+    assert torch.equal(pages[[0, 2, 1], [0, 4, 0]], packed)
