@@ -35,16 +35,9 @@ from specmla.kernels.schedule_line import (
 
 @triton.jit
 def schedule_width(
-    program_ptr,
-    entry_ptr,
-    merge_ptr,
-    table,
-    requests,
+    records,
+    step,
     jobs,
-    cost,
-    slot_base,
-    length,
-    even,
     state,
     width: tl.constexpr,
     H: tl.constexpr,
@@ -54,7 +47,9 @@ def schedule_width(
     BLOCK_P: tl.constexpr,
 ):
     """Write the records of the jobs of one width; gives the state for the next one."""
-    first_row, num_rows, num_keys = requests
+    program_ptr, entry_ptr, merge_ptr = records
+    table_ptr, stride_table, requests, cost, length, even = step
+    first_row, num_rows, num_keys, slot_base = requests
     begin_program, begin_entry, merges = state
     r = tl.arange(0, jobs.shape[0])
     p = tl.arange(0, BLOCK_P)
@@ -106,7 +101,6 @@ def schedule_width(
         value = tl.load(source + field, mask=mine & live, other=0)
         tl.store(record + 8 + field, value, mask=mine)
 
-    table_ptr, stride_table = table
     request = tl.load(source + 3, mask=mine & live, other=0).to(tl.int64)
     keys = tl.load(source + 2, mask=mine & live, other=0)
     for block in tl.static_range(2):
@@ -199,66 +193,13 @@ def schedule_kernel(
     length = tl.where(even, 1, length)
     cost = tl.where(even, pieces, cost)
 
+    records = (program_ptr, entry_ptr, merge_ptr)
+    requests = (first_row, num_rows, num_keys, slot_base)
+    step = (block_table_ptr, stride_table, requests, cost, length, even)
     state = (0, 0, 0)
-    requests = (first_row, num_rows, num_keys)
-    table = (block_table_ptr, stride_table)
-    state = schedule_width(
-        program_ptr,
-        entry_ptr,
-        merge_ptr,
-        table,
-        requests,
-        num4,
-        cost,
-        slot_base,
-        length,
-        even,
-        state,
-        4,
-        H,
-        FIXED,
-        RUN,
-        G,
-        BLOCK_P,
-    )
-    state = schedule_width(
-        program_ptr,
-        entry_ptr,
-        merge_ptr,
-        table,
-        requests,
-        num2,
-        cost,
-        slot_base,
-        length,
-        even,
-        state,
-        2,
-        H,
-        FIXED,
-        RUN,
-        G,
-        BLOCK_P,
-    )
-    state = schedule_width(
-        program_ptr,
-        entry_ptr,
-        merge_ptr,
-        table,
-        requests,
-        num1,
-        cost,
-        slot_base,
-        length,
-        even,
-        state,
-        1,
-        H,
-        FIXED,
-        RUN,
-        G,
-        BLOCK_P,
-    )
+    state = schedule_width(records, step, num4, state, 4, H, FIXED, RUN, G, BLOCK_P)
+    state = schedule_width(records, step, num2, state, 2, H, FIXED, RUN, G, BLOCK_P)
+    state = schedule_width(records, step, num1, state, 1, H, FIXED, RUN, G, BLOCK_P)
     begin_program, _, merges = state
     idle = (p >= begin_program) & (p < PROGRAMS)
     tl.store(program_ptr + p * PROGRAM_FIELDS + 13, 0, mask=idle)

@@ -25,6 +25,12 @@ def wiring_problems(
         found.append(f"blocks has {blocks.num_pages} pages, the builder takes {builder.num_pages}")
     if cache.device.type != builder.device.type:
         found.append(f"cache is on {cache.device}, builder on {builder.device}; must agree")
+    read = builder.backend.cache_format
+    if cache.format != read:
+        found.append(
+            f"cache holds {cache.format or 'plain rows'}, the builder's backend reads "
+            f"{read or 'plain rows'}; must agree"
+        )
     if vocab_size < 1:
         found.append(f"vocab_size is {vocab_size}, accepted are values >= 1")
     if not 2 <= max_seq_len <= builder.max_seq_len:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specmla import ArgumentError, SamplingParams, VerifyStep
+from specmla import ArgumentError, LatentCache, SamplingParams, VerifyStep, cache_format
 from tests.verify.test_step import W, logits_for, make_step, prefilled, propose
 
 
@@ -70,7 +70,10 @@ def test_draft_counts_are_integers(wanted):
 def test_parts_that_do_not_fit():
     step, small = make_step(), make_step(num_pages=2)
     parts = {"cache": step.cache, "blocks": step.blocks, "builder": step.builder}
+    packed = cache_format("fp8", 8, 4, dtype=torch.float32)
+    quantised = LatentCache(1, 8, 4, 12, dtype=torch.float32, device="cpu", format=packed)
     for changed, message in (
+        ({"cache": quantised}, "cache holds Fp8Format.* reads plain rows; must agree"),
         ({"builder": small.builder}, "blocks has 8 pages, the builder takes 2"),
         ({"cache": small.cache}, "blocks has 8 pages, the cache only 2"),
         ({"builder": make_step(page_size=2).builder}, r"page_size .* \[2, 4\], must agree"),
