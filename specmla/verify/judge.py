@@ -71,6 +71,15 @@ def logits_problems(plan: StepPlan, logits: Tensor, vocab_size: int) -> list[str
 
 def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
     """Accept or reject every draft of the step; greedy requests alone need no probabilities."""
+    return send_verdict(plan, *decide_step(plan, logits, rule))
+
+
+def decide_step(plan: StepPlan, logits: Tensor, rule: str) -> tuple[Acceptance, Tensor]:
+    """Give the decisions on the device, the second time packed [B, K + 4] as `Verdict.host`.
+
+    Nothing is read back, and nothing of the plan's host side is looked at but the sampling flags:
+    it can be captured.
+    """
     if plan.sampling.all_greedy:
         top = row_top(logits)
         flagged = top.flagged[plan.row_table]
@@ -84,7 +93,7 @@ def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
     judged = (plan.drafts >= 0).long().cumprod(dim=1).sum(dim=1)
     unusable = (flagged.any(dim=1) | acceptance.flagged).long()
     tail = torch.stack([judged, acceptance.num_accepted, unusable], dim=1)
-    return _send(plan, acceptance, torch.cat([acceptance.tokens, tail], dim=1))
+    return acceptance, torch.cat([acceptance.tokens, tail], dim=1)
 
 
 def _rows_of_requests(plan: StepPlan, logits: Tensor) -> Tensor:
@@ -94,7 +103,9 @@ def _rows_of_requests(plan: StepPlan, logits: Tensor) -> Tensor:
     return logits[plan.row_table]
 
 
-def _send(plan: StepPlan, acceptance: Acceptance, packed: Tensor) -> Verdict:
+def send_verdict(plan: StepPlan, acceptance: Acceptance, packed: Tensor) -> Verdict:
+    """Start the copy to the host, of as many rows as the plan has requests."""
+    packed = packed[: len(plan.requests)]
     if packed.device.type != "cuda":
         return Verdict(plan, acceptance, packed, None)
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
