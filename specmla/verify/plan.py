@@ -9,12 +9,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from specmla.metadata import StepMetadata
+from specmla.metadata import RequestRows, StepMetadata
 from specmla.staging import send
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.requests import RequestState
@@ -63,6 +63,37 @@ class StepPlan:
     draft_probs: Tensor | None
     positions: Tensor
     sampling: SamplingBatch
+
+
+class LayOut(Protocol):
+    """Puts a step whose pages are reserved into tensors."""
+
+    def __call__(
+        self,
+        planned: Sequence[PlannedRequest],
+        rows: Sequence[RequestRows],
+        proposal: DraftProposal | None,
+        sampling: SamplingBatch,
+    ) -> StepPlan:
+        """Give the plan; `rows` are what the planned requests bring, in their order."""
+        ...
+
+
+class PlanLayout(Protocol):
+    """Where a step may be laid out other than in new tensors."""
+
+    def choose(
+        self,
+        planned: Sequence[PlannedRequest],
+        proposal: DraftProposal | None,
+        sampling: SamplingBatch,
+    ) -> LayOut:
+        """Find a place for a step before anything is reserved for it.
+
+        Raises:
+            ArgumentError: there is none; all reasons are listed.
+        """
+        ...
 
 
 def host_arrays(

@@ -22,6 +22,7 @@ from specmla.cache.blocks import BlockManager
 from specmla.cache.copies import fill_copies
 from specmla.cache.latent import LatentCache
 from specmla.errors import ArgumentError, NumericsError, require
+from specmla.metadata import RequestRows
 from specmla.verify.accept import RULES
 from specmla.verify.judge import Verdict, judge, logits_problems
 from specmla.verify.pending import (
@@ -29,9 +30,15 @@ from specmla.verify.pending import (
     new_rows,
     plan_requests,
 )
-from specmla.verify.plan import PlannedRequest, StepPlan, build_plan, host_arrays
+from specmla.verify.plan import (
+    PlanLayout,
+    PlannedRequest,
+    StepPlan,
+    build_plan,
+    host_arrays,
+)
 from specmla.verify.proposal import DraftProposal, DraftRequest, RequestResult
-from specmla.verify.sampling import SamplingParams
+from specmla.verify.sampling import SamplingBatch, SamplingParams
 from specmla.verify.sampling_cache import SamplingCache
 from specmla.verify.table import RequestTable
 from specmla.verify.vocab import check_vocab
@@ -159,6 +166,7 @@ class VerifyStep:
         self,
         proposal: DraftProposal | None = None,
         request_ids: Sequence[Hashable] | None = None,
+        layout: PlanLayout | None = None,
     ) -> StepPlan:
         """Reserve pages for every new row and build the step.
 
@@ -170,10 +178,11 @@ class VerifyStep:
             proposal: drafts, in any order of requests; requests that are not part of the step are
                 ignored.
             request_ids: requests of this step, all active ones if None.
+            layout: lays the step out in buffers of its own (`CapturedStep`); new tensors if None.
 
         Raises:
             ArgumentError: unknown names, another vocabulary, a step that was planned but neither
-                committed nor cancelled, no request.
+                committed nor cancelled, no request, a step that `layout` refuses.
             PoolFullError: too few pages; nothing was reserved.
         """
         found = ["the last planned step was neither committed nor cancelled"] if self._open else []
@@ -184,26 +193,26 @@ class VerifyStep:
             self.check_drafter(proposal.probs.shape[-1])
         states = [self._table[name] for name in names]
         planned = plan_requests(states, self.blocks.length, proposal)
+        sampling = self._sampling.get(r.state.sampling for r in planned)
+        lay = self._lay_out if layout is None else layout.choose(planned, proposal, sampling)
         copies = self.blocks.reserve({r.request_id: len(r.pending) + r.num_drafts for r in planned})
         try:
-            self._open = self._build(planned, copies, proposal)
+            fill_copies(self.cache, self.blocks, copies, [r.request_id for r in planned])
+            rows = [new_rows(r, self.blocks.block_ids(r.request_id)) for r in planned]
+            self._open = lay(planned, rows, proposal, sampling)
         except BaseException:
             self._release(planned)
             raise
         return self._open
 
-    def _build(
+    def _lay_out(
         self,
         planned: Sequence[PlannedRequest],
-        copies: Sequence[tuple[int, int]],
+        rows: Sequence[RequestRows],
         proposal: DraftProposal | None,
+        sampling: SamplingBatch,
     ) -> StepPlan:
-        fill_copies(self.cache, self.blocks, copies, [r.request_id for r in planned])
-        metadata = self.builder.build(
-            [new_rows(r, self.blocks.block_ids(r.request_id)) for r in planned],
-            along=host_arrays(planned, proposal),
-        )
-        sampling = self._sampling.get(r.state.sampling for r in planned)
+        metadata = self.builder.build(rows, along=host_arrays(planned, proposal))
         return build_plan(planned, metadata, proposal, sampling, self.vocab_size)
 
     def verify(self, plan: StepPlan, logits: Tensor) -> Verdict:
