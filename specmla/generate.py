@@ -15,6 +15,7 @@ from specmla.cache.latent import LatentCache
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.query import QueryLenSupport
 from specmla.verify.proposal import Drafter, RequestResult
+from specmla.verify.accept import Rule
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.step import VerifyStep
 from specmla.workspace import PrefillWorkspace, workspace_rows
@@ -29,7 +30,7 @@ def build_step(
     page_size: int = 64,
     backend: str | AttentionBackend | None = None,
     max_seq_len: int | None = None,
-    rule: str = "token_level",
+    rule: str | Rule = "token_level",
     prefix_caching: bool = True,
     allow_vocab_mismatch: bool = False,
 ) -> VerifyStep:
@@ -43,7 +44,7 @@ def build_step(
         num_pages: pages of the pool, of `page_size` tokens each.
         backend: an attention backend or the name of one, the best one that serves if None.
         max_seq_len: context limit, the model's own if None.
-        rule: acceptance rule.
+        rule: an acceptance rule or the name of one.
         prefix_caching: share full pages of equal prefixes.
         allow_vocab_mismatch: take drafters whose vocabulary has another size.
 

@@ -1,56 +1,36 @@
 """Decide which drafts stand and which token follows them.
 
-A rule is a pure function of (p, drafts, q): it says with what probability each draft is accepted
-and what to draw from where the run of accepted drafts ends. It never sees a random number, so the
-sampler and an exact enumeration use the same function, in float32 or float64.
-
-p is the target's distribution after all its processors; q is the distribution each draft was
-really drawn from (one-hot on the draft where nothing was drawn).
-
-`token_level` is speculative sampling (Leviathan, Kalman, Matias, ICML 2023; Chen et al.,
-arXiv:2302.01318): accept d with probability min(1, p(d) / q(d)); at the first refusal draw from
-max(p - q, 0), renormalised; after the last acceptance draw from p.
-
-Two kinds of drafts are never accepted, and they end the run differently:
-
-- -1 (any negative id) means that no draft was made; the token there comes from p.
-- An id of W or more was really drawn, by a drafter with a larger vocabulary: p is 0 there, the
-  draft is refused like any other and the token comes from the residual. With p instead, ids that
-  q favours would gain: p = (1/2, 1/2), q = (1/2, 0) and 1/2 beyond would emit id 0 with 3/4.
+The rules (`specmla.verify.rules`) say with what probability a draft passes and what to draw from
+where the run of accepted drafts ends; here random numbers meet their terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specmla.errors import ArgumentTypeError, require
+from specmla.errors import require
 from specmla.verify.draw import draw
+from specmla.verify.rules.registry import LOSSLESS, RULES, find_rule, rule_problems
+from specmla.verify.rules.terms import Ending, Rule, RuleTerms
+from specmla.verify.rules.token_level import token_level
+from specmla.verify.streams import StepUniforms, step_uniforms, target_uniforms
 
-
-class RuleTerms(NamedTuple):
-    """What a rule says before any random number is drawn.
-
-    Attributes:
-        accept: [B, K] float64 in [0, 1], the chance of draft j if all before it were accepted.
-        correction: [B, K+1, W] not normalised, in the dtype of p. Row j is what to draw from if
-            draft j is the first not accepted; row K is for a run of K.
-    """
-
-    accept: Tensor
-    correction: Tensor
-
-
-class Rule(Protocol):
-    """A pure function from distributions and drafts to acceptance terms."""
-
-    def __call__(self, p: Tensor, drafts: Tensor, q: Tensor | None) -> RuleTerms:
-        """Give the terms of p [B, K+1, W], drafts [B, K] int64 and q [B, K, W] or None."""
-        ...
+__all__ = [
+    "LOSSLESS",
+    "RULES",
+    "Acceptance",
+    "Rule",
+    "RuleTerms",
+    "decide",
+    "find_rule",
+    "greedy",
+    "rule_problems",
+    "step_numbers",
+    "token_level",
+]
 
 
 class Acceptance(NamedTuple):
@@ -69,66 +49,60 @@ class Acceptance(NamedTuple):
     flagged: Tensor
 
 
-def token_level(p: Tensor, drafts: Tensor, q: Tensor | None = None) -> RuleTerms:
-    """Apply the ratio test and the residual of speculative sampling to each draft alone.
-
-    Where the residual is empty the correction is p: it is empty only if q covers p, and then
-    (rounding aside) no draft is refused. A draft of q(d) = 0 cannot have been drawn from q; it is
-    refused.
-
-    Args:
-        p: [B, K+1, W] float32 or float64; row j follows the anchor and j drafts.
-        drafts: [B, K] int64; negative where no draft was made.
-        q: [B, K, W], what each draft was drawn from, or None: one-hot on the draft. Rows without
-            a draft may hold anything.
-
-    Raises:
-        ArgumentError: shapes that do not fit each other.
-        ArgumentTypeError: drafts that are not int64.
-    """
-    _check_terms(p, drafts, q)
-    k, width = drafts.shape[1], p.shape[2]
-    inside = (drafts >= 0) & (drafts < width)
-    at = drafts.clamp(0, width - 1)[..., None]
-    p_draft = p[:, :k].gather(2, at)[..., 0].double()
-    if q is None:
-        chance, correction = p_draft, p.clone()
-        residual = correction[:, :k]
-        residual.scatter_(2, at, torch.where(inside, 0.0, p_draft)[..., None].to(p.dtype))
-    else:
-        q_draft = q.gather(2, at)[..., 0].double()
-        chance, correction = torch.where(q_draft > 0, p_draft / q_draft, 0.0), torch.empty_like(p)
-        correction[:, k:] = p[:, k:]
-        residual = correction[:, :k]
-        torch.sub(p[:, :k], q, out=residual).clamp_(min=0.0)
-    empty = (drafts < 0) | (residual.sum(-1) == 0)
-    if empty.device.type != "cpu" or empty.any():  # on a GPU, to look would be to wait
-        torch.where(empty[..., None], p[:, :k], residual, out=residual)
-    return RuleTerms(torch.where(inside, chance.clamp(0.0, 1.0), 0.0), correction)
-
-
-RULES: Mapping[str, Rule] = MappingProxyType({"token_level": token_level})
-
-
 def decide(terms: RuleTerms, drafts: Tensor, accept_u: Tensor, correction_u: Tensor) -> Acceptance:
     """Draw the outcome of a step.
 
-    Draft j stands if it and all before it have u < accept; a chance of 0 never stands, a chance
-    of 1 always does.
+    Draft j passes if u < accept: a chance of 0 never passes, a chance of 1 always does. How many
+    drafts stand then is the terms' `ending`.
 
     Args:
         terms: from a rule.
         drafts: [B, K] int64, as given to the rule.
-        accept_u: [B, K] float64 in (0, 1).
+        accept_u: [B, K] float64 in (0, 1); not used by `Ending.MATCH`.
         correction_u: [B] float64 in (0, 1), sharing no number with `accept_u` or the drafting.
+            `Ending.MATCH`: [B, K+1], one a row.
+
+    Raises:
+        ArgumentError: numbers of another shape.
     """
-    num_accepted = _run_length(accept_u < terms.accept)
+    _check_numbers(terms, drafts, accept_u, correction_u)
+    if terms.ending is Ending.MATCH:
+        return _match(terms.correction, drafts, correction_u)
+    passes = accept_u < terms.accept
+    last = terms.ending is Ending.LAST_PASS
+    num_accepted = _last_pass(passes) if last else _run_length(passes)
     b, rows, width = terms.correction.shape
     first = torch.arange(b, device=drafts.device) * rows
     weights = terms.correction.reshape(b * rows, width).index_select(0, first + num_accepted)
     drawn = draw(weights, correction_u)
     tokens = _emitted(drafts, num_accepted, drawn.token)
     return Acceptance(num_accepted, drawn.token, tokens, drawn.flagged)
+
+
+def step_numbers(ending: Ending, seed: Tensor, position: Tensor, num_drafts: int) -> StepUniforms:
+    """Give the numbers that `decide` takes for terms of that ending.
+
+    Args:
+        ending: of the terms.
+        seed: [B] int64.
+        position: [B] int64, the index of the anchor in its sequence.
+        num_drafts: K.
+    """
+    if ending is Ending.MATCH:
+        drawn = target_uniforms(seed, position, num_drafts + 1)
+        return StepUniforms(drawn[:, :0], drawn)
+    return step_uniforms(seed, position, num_drafts)
+
+
+def _match(p: Tensor, drafts: Tensor, u: Tensor) -> Acceptance:
+    """Draw a token from each row [B, K+1, W] and keep the drafts that lead with the same ones."""
+    drawn = draw(p.flatten(0, 1), u.flatten())
+    token, flagged = drawn.token.view_as(u), drawn.flagged.view_as(u)
+    num_accepted = _run_length(drafts == token[:, :-1])
+    at = num_accepted[:, None]
+    next_token = token.gather(1, at)[:, 0]
+    tokens = _emitted(drafts, num_accepted, next_token)
+    return Acceptance(num_accepted, next_token, tokens, flagged.gather(1, at)[:, 0])
 
 
 def greedy(target: Tensor, drafts: Tensor) -> Acceptance:
@@ -144,12 +118,10 @@ def greedy(target: Tensor, drafts: Tensor) -> Acceptance:
         ArgumentError: shapes that do not fit each other.
     """
     b, k = drafts.shape
-    require(
-        [f"target has shape {tuple(target.shape)}, accepted is {(b, k + 1)}"]
-        if target.shape != (b, k + 1)
-        else [],
-        "greedy",
-    )
+    found = []
+    if target.shape != (b, k + 1):
+        found.append(f"target has shape {tuple(target.shape)}, accepted is {(b, k + 1)}")
+    require(found, "greedy")
     num_accepted = _run_length(drafts == target[:, :k])
     next_token = target.gather(1, num_accepted[:, None])[:, 0]
     flagged = torch.zeros_like(next_token, dtype=torch.bool)
@@ -162,6 +134,12 @@ def _run_length(stands: Tensor) -> Tensor:
     return stands.long().cumprod(1).sum(1)
 
 
+def _last_pass(passes: Tensor) -> Tensor:
+    """Give the 1-based place of the last true of each row [B, K], 0 where there is none."""
+    place = torch.arange(1, passes.shape[1] + 1, device=passes.device)
+    return torch.nn.functional.pad(passes * place, (1, 0)).amax(1)
+
+
 def _emitted(drafts: Tensor, num_accepted: Tensor, next_token: Tensor) -> Tensor:
     place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     end = num_accepted[:, None]
@@ -170,18 +148,14 @@ def _emitted(drafts: Tensor, num_accepted: Tensor, next_token: Tensor) -> Tensor
     return torch.where(place < end, padded, after)
 
 
-def _check_terms(p: Tensor, drafts: Tensor, q: Tensor | None) -> None:
-    if drafts.dtype != torch.int64:
-        raise ArgumentTypeError(f"drafts has dtype {drafts.dtype}, accepted is torch.int64")
-    found = []
-    if p.dim() != 3 or drafts.dim() != 2 or p.shape[:2] != (drafts.shape[0], drafts.shape[1] + 1):
-        found.append(
-            f"p has shape {tuple(p.shape)}, drafts {tuple(drafts.shape)}; accepted are "
-            "[B, K+1, W] and [B, K]"
-        )
-    elif q is not None and q.shape != (*drafts.shape, p.shape[2]):
-        found.append(
-            f"q has shape {tuple(q.shape)}, accepted is {(*drafts.shape, p.shape[2])}; a draft "
-            "vocabulary of another size is padded by pad_vocab"
-        )
-    require(found, "rule")
+def _check_numbers(
+    terms: RuleTerms, drafts: Tensor, accept_u: Tensor, correction_u: Tensor
+) -> None:
+    b, k = drafts.shape
+    match, found = terms.ending is Ending.MATCH, []
+    if not match and accept_u.shape != drafts.shape:
+        found.append(f"accept_u has shape {tuple(accept_u.shape)}, accepted is {(b, k)}")
+    want = (b, k + 1) if match else (b,)
+    if correction_u.shape != want:
+        found.append(f"correction_u has shape {tuple(correction_u.shape)}, accepted is {want}")
+    require(found, "decide")

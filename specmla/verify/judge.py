@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from specmla.cache.layout import DTYPES
-from specmla.verify.accept import RULES, Acceptance, decide, greedy
+from specmla.verify.accept import Acceptance, decide, greedy, step_numbers
 from specmla.verify.plan import StepPlan
+from specmla.verify.rules.terms import Rule, num_drafts
 from specmla.verify.sampling import processed_probs, row_top
-from specmla.verify.streams import step_uniforms
 
 
 class Decision(NamedTuple):
@@ -69,12 +69,12 @@ def logits_problems(plan: StepPlan, logits: Tensor, vocab_size: int) -> list[str
     return found
 
 
-def judge(plan: StepPlan, logits: Tensor, rule: str) -> Verdict:
+def judge(plan: StepPlan, logits: Tensor, rule: Rule) -> Verdict:
     """Accept or reject every draft of the step; greedy requests alone need no probabilities."""
     return send_verdict(plan, *decide_step(plan, logits, rule))
 
 
-def decide_step(plan: StepPlan, logits: Tensor, rule: str) -> tuple[Acceptance, Tensor]:
+def decide_step(plan: StepPlan, logits: Tensor, rule: Rule) -> tuple[Acceptance, Tensor]:
     """Give the decisions on the device, the second time packed [B, K + 4] as `Verdict.host`.
 
     Nothing is read back, and nothing of the plan's host side is looked at but the sampling flags:
@@ -87,10 +87,11 @@ def decide_step(plan: StepPlan, logits: Tensor, rule: str) -> tuple[Acceptance, 
     else:
         rows = processed_probs(_rows_of_requests(plan, logits), plan.sampling)
         flagged = rows.flagged
-        terms = RULES[rule](rows.probs, plan.drafts, plan.draft_probs)
-        u = step_uniforms(plan.sampling.seeds, plan.positions, plan.drafts.shape[1])
+        terms = rule(rows.probs, plan.drafts, plan.draft_probs)
+        seeds, k = plan.sampling.seeds, plan.drafts.shape[1]
+        u = step_numbers(terms.ending, seeds, plan.positions, k)
         acceptance = decide(terms, plan.drafts, u.accept, u.correction)
-    judged = (plan.drafts >= 0).long().cumprod(dim=1).sum(dim=1)
+    judged = num_drafts(plan.drafts)
     unusable = (flagged.any(dim=1) | acceptance.flagged).long()
     tail = torch.stack([judged, acceptance.num_accepted, unusable], dim=1)
     return acceptance, torch.cat([acceptance.tokens, tail], dim=1)

@@ -23,7 +23,7 @@ from specmla.cache.copies import fill_copies
 from specmla.cache.latent import LatentCache
 from specmla.errors import ArgumentError, NumericsError, require
 from specmla.metadata import RequestRows
-from specmla.verify.accept import RULES
+from specmla.verify.accept import Rule, find_rule, rule_problems
 from specmla.verify.judge import Verdict, judge, logits_problems
 from specmla.verify.pending import (
     batch_problems,
@@ -54,7 +54,7 @@ class VerifyStep:
         builder: makes the metadata for the backend that the model runs on.
         vocab_size: W of the target.
         max_seq_len: context limit in tokens, emitted ones included.
-        rule: name of an acceptance rule in `specmla.verify.accept.RULES`.
+        rule: an acceptance rule or the name of one in `specmla.verify.rules.registry.RULES`.
         allow_vocab_mismatch: take drafters whose vocabulary has another size, where equal ids mean
             equal tokens and the rest is padding.
 
@@ -70,17 +70,16 @@ class VerifyStep:
         builder: MetadataBuilder,
         vocab_size: int,
         max_seq_len: int,
-        rule: str = "token_level",
+        rule: str | Rule = "token_level",
         allow_vocab_mismatch: bool = False,
     ) -> None:
-        found = []
-        if rule not in RULES:
-            found.append(f"rule is {rule!r}, accepted are {sorted(RULES)}")
+        found = rule_problems(rule)
         found += wiring_problems(cache, blocks, builder, vocab_size, max_seq_len)
         require(found, "VerifyStep")
         self.cache, self.blocks, self.builder = cache, blocks, builder
         self.vocab_size, self.max_seq_len, self.rule = vocab_size, max_seq_len, rule
         self.allow_vocab_mismatch = allow_vocab_mismatch
+        self._rule = find_rule(rule)
         self._table = RequestTable(vocab_size, max_seq_len)
         self._sampling = SamplingCache(builder.device)
         self._open: StepPlan | None = None
@@ -226,7 +225,7 @@ class VerifyStep:
             ArgumentError: logits of another shape, dtype or device.
         """
         require(logits_problems(plan, logits, self.vocab_size), "VerifyStep.verify")
-        return judge(plan, logits, self.rule)
+        return judge(plan, logits, self._rule)
 
     def commit(self, plan: StepPlan, verdict: Verdict) -> list[RequestResult]:
         """Await the verdict, move lengths on, free what was rejected; results in plan order.

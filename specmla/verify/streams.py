@@ -7,7 +7,9 @@ on the device (integer arithmetic only, equal on CPU and CUDA).
 The anchor position names the block, row and node the place in it. The position of the token alone
 would be a wrong key: a position rejected in one block is drawn anew in the next, and would meet
 the noise that has already decided about it. For the same reason a draft, its acceptance and the
-correction never share a number: each has a stream of its own.
+correction never share a number: each has a stream of its own. The one exception is the stream of
+tokens that the target draws by itself at every place (sample-match): each of them is final where it
+is used at all, so that it may, and does, follow from seed and position alone.
 
 The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), applied three
 times: to the seed, to the anchor position, and to (stream, node, row) packed into one word. For
@@ -34,6 +36,7 @@ class Stream(enum.IntEnum):
     DRAFT = 0
     ACCEPT = 1
     CORRECTION = 2
+    TARGET = 3
 
 
 class StepUniforms(NamedTuple):
@@ -41,7 +44,7 @@ class StepUniforms(NamedTuple):
 
     Attributes:
         accept: [B, K] float64 in (0, 1).
-        correction: [B] float64 in (0, 1).
+        correction: [B] float64 in (0, 1); [B, K+1] where the target draws a token for each row.
     """
 
     accept: Tensor
@@ -83,6 +86,24 @@ def step_uniforms(seed: Tensor, position: Tensor, num_drafts: int) -> StepUnifor
     _check(seed, position, words, 0)
     drawn = _to_unit(_hash(_block_key(seed, position)[:, None], words))
     return StepUniforms(drawn[:, :num_drafts], drawn[:, num_drafts])
+
+
+def target_uniforms(seed: Tensor, position: Tensor, num_rows: int) -> Tensor:
+    """Draw the numbers [B, num_rows] of tokens that the target draws by itself.
+
+    Column j equals `uniforms(seed, position + j, row 0, Stream.TARGET)`: it is a function of seed
+    and place, wherever a block starts.
+
+    Args:
+        seed: [B] int64.
+        position: [B] int64, the index of the anchor in its sequence.
+        num_rows: places, the one after the anchor first.
+    """
+    places = position[:, None] + torch.arange(num_rows, device=seed.device)
+    word = torch.full((1,), _stream_word(Stream.TARGET, 0), device=seed.device)
+    _check(seed, position, word, 0)
+    key = _hash(_mix(seed + _signed(_GAMMA))[:, None], places)
+    return _to_unit(_hash(key, word))
 
 
 def _stream_word(stream: Stream, node: int) -> int:
