@@ -193,7 +193,7 @@ class VerifyStep:
         states = [self._table[name] for name in names]
         planned = plan_requests(states, self.blocks.length, proposal)
         sampling = self._sampling.get(r.state.sampling for r in planned)
-        lay = self._lay_out if layout is None else layout.choose(planned, proposal, sampling)
+        lay = self.lay_out if layout is None else layout.choose(planned, proposal, sampling)
         copies = self.blocks.reserve({r.request_id: len(r.pending) + r.num_drafts for r in planned})
         try:
             fill_copies(self.cache, self.blocks, copies, [r.request_id for r in planned])
@@ -204,13 +204,14 @@ class VerifyStep:
             raise
         return self._open
 
-    def _lay_out(
+    def lay_out(
         self,
         planned: Sequence[PlannedRequest],
         rows: Sequence[RequestRows],
         proposal: DraftProposal | None,
         sampling: SamplingBatch,
     ) -> StepPlan:
+        """Lay out a step in new tensors: what `plan` does without a `layout`."""
         metadata = self.builder.build(rows, along=host_arrays(planned, proposal))
         return build_plan(planned, metadata, proposal, sampling, self.vocab_size)
 

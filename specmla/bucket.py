@@ -1,0 +1,50 @@
+"""The shape of a captured step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specmla.errors import require
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The shape that a step is captured in: B requests of Q rows each.
+
+    Attributes:
+        num_requests: B, most requests of a replay.
+        query_len: Q, rows of a request: 1 + K.
+        ragged: requests may bring fewer rows; otherwise Q exactly.
+
+    Raises:
+        ArgumentError: a size below 1.
+    """
+
+    num_requests: int
+    query_len: int
+    ragged: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        sizes = {"num_requests": self.num_requests, "query_len": self.query_len}
+        require(
+            [f"{name} is {n}, accepted are values >= 1" for name, n in sizes.items() if n < 1],
+            "Bucket",
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """T, padding included."""
+        return self.num_requests * self.query_len
+
+    def problems(self, query_lens: Sequence[int]) -> list[str]:
+        """List why requests of these rows can't be a replay: none is ever cut to fit."""
+        found, least = [], 1 if self.ragged else self.query_len
+        if len(query_lens) > self.num_requests:
+            found.append(f"there are {len(query_lens)} requests, captured are {self.num_requests}")
+        wrong = sorted({n for n in query_lens if not least <= n <= self.query_len})
+        if wrong:
+            captured = f"1 to {self.query_len}" if self.ragged else f"{self.query_len}"
+            found.append(f"query_len is {wrong}, captured is {captured}")
+        return found
