@@ -1,0 +1,189 @@
+"""Trees of drafts: which nodes of a proposal are verified, and their tables on the device.
+
+A drafter gives the parent of each of its nodes, -1 for the anchor. In the step the anchor is row 0
+and the nodes are rows 1 .. K of their request, in the drafter's order, which is free: a child may
+stand before its parent. Only the order among siblings means something: the one in which they were
+drawn, and in which they are tried.
+
+A chain is the tree in which each node is the only child of the one before it; in a step with trees
+chains and requests without drafts get tables of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from torch import Tensor
+
+from specmla.mask import MAX_TREE_NODES, tree_bits, tree_depths
+
+MAX_DRAFT_NODES = MAX_TREE_NODES - 1
+"""Most drafts of a tree: the anchor is a node as well."""
+
+
+class DraftTree(NamedTuple):
+    """The nodes of a request's tree that are verified.
+
+    Attributes:
+        nodes: their places in the proposal, in rising order.
+        parents: [K] row of each one's parent; the anchor is row 0, the nodes are rows 1 .. K.
+    """
+
+    nodes: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether these are the first nodes of the proposal, each hanging on the one before."""
+        return self.nodes == self.parents == tuple(range(len(self.nodes)))
+
+    @property
+    def row_parents(self) -> tuple[int, ...]:
+        """Parents of all K + 1 rows as `RequestRows` takes them: -1 for the anchor."""
+        return (-1, *self.parents)
+
+
+class TreeShape(NamedTuple):
+    """What follows from the parents of K nodes, each a tuple of K integers.
+
+    Attributes:
+        words: bit j set: row j is the node itself or one of its ancestors (the anchor is bit 0).
+        depths: 1 for the anchor's children.
+        ranks: how many siblings stand before the node.
+    """
+
+    words: tuple[int, ...]
+    depths: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+def node_parents(parents: Sequence[int]) -> tuple[int, ...]:
+    """Give the row of each node's parent, of a drafter's parents (-1 for the anchor).
+
+    Raises:
+        ArgumentError: more than 63 nodes, a parent outside the tree, a cycle.
+    """
+    rows = tuple(int(parent) + 1 for parent in parents)
+    tree_bits((-1, *rows))
+    return rows
+
+
+@functools.lru_cache(maxsize=1024)  # drafters propose the same few shapes step after step
+def tree_shape(parents: tuple[int, ...]) -> TreeShape:
+    """Measure a tree by the row of each node's parent, as in `DraftTree`."""
+    rows = (-1, *parents)
+    seen: dict[int, int] = {}
+    ranks = []
+    for parent in parents:
+        ranks.append(seen.get(parent, 0))
+        seen[parent] = ranks[-1] + 1
+    return TreeShape(tuple(tree_bits(rows)[1:]), tuple(tree_depths(rows)[1:]), tuple(ranks))
+
+
+def keep_nodes(parents: Sequence[int], num_nodes: int, num_levels: int) -> DraftTree:
+    """Give the nodes that fit, upper levels first and in order inside a level.
+
+    What is left out depends on the shape alone, never on a drafted token, so acceptance stays
+    lossless.
+
+    Args:
+        parents: the drafter's, -1 for the anchor.
+        num_nodes: most nodes.
+        num_levels: greatest depth.
+    """
+    rows = node_parents(parents)
+    depths = tree_shape(rows).depths
+    if len(rows) <= num_nodes and max(depths, default=0) <= num_levels:
+        return DraftTree(tuple(range(len(rows))), rows)
+    by_level = sorted(range(len(rows)), key=lambda node: (depths[node], node))
+    nodes = sorted(node for node in by_level[:num_nodes] if depths[node] <= num_levels)
+    place = {0: 0} | {node + 1: row for row, node in enumerate(nodes, start=1)}
+    return DraftTree(tuple(nodes), tuple(place[rows[node]] for node in nodes))
+
+
+@dataclass(frozen=True)
+class TreeTables:
+    """The trees of a step on the device; cells past a request's nodes belong to no tree.
+
+    Attributes:
+        parents: [B, K] int64, row of each node's parent.
+        words: [B, K] int64, see `TreeShape`.
+        depths: [B, K] int64, 1 for the anchor's children.
+        ranks: [B, K] int64, how many siblings stand before the node.
+        order: [n] int64, all nodes as b * K + node, those of rank 0 first, then those of rank 1 ...
+        rank_ends: where each rank ends in `order`, on the host.
+        is_tree: the requests whose tree is no chain, by place in the step, on the host.
+    """
+
+    parents: Tensor
+    words: Tensor
+    depths: Tensor
+    ranks: Tensor
+    order: Tensor
+    rank_ends: tuple[int, ...]
+    is_tree: tuple[bool, ...]
+
+
+def tree_arrays(
+    trees: Sequence[DraftTree | None], counts: Sequence[int], width: int
+) -> dict[str, array[int]]:
+    """Give the tables of a step with trees, to travel in the same copy as its metadata.
+
+    Args:
+        trees: of each request; None for a chain.
+        counts: nodes of each request.
+        width: K.
+    """
+    found: dict[str, array[int]] = {name: array("q") for name in _TABLES}
+    levels: list[list[int]] = []
+    for b, parents in enumerate(_all_parents(trees, counts)):
+        shape, missing = tree_shape(parents), width - len(parents)
+        for name, row in zip(_TABLES, (parents, *shape), strict=True):
+            found[name].extend(row)
+            found[name].extend([0] * missing)
+        for node, rank in enumerate(shape.ranks):
+            if rank == len(levels):
+                levels.append([])
+            levels[rank].append(b * width + node)
+    return found | {"tree.order": array("q", [node for level in levels for node in level])}
+
+
+def tree_tables(
+    sent: Mapping[str, Tensor], trees: Sequence[DraftTree | None], counts: Sequence[int]
+) -> TreeTables:
+    """Put together what `tree_arrays` gave for these requests, once it is on the device."""
+    parents, words, depths, ranks = (sent[name].view(len(trees), -1) for name in _TABLES)
+    return TreeTables(
+        parents,
+        words,
+        depths,
+        ranks,
+        order=sent["tree.order"],
+        rank_ends=_rank_ends(_all_parents(trees, counts)),
+        is_tree=tuple(tree is not None for tree in trees),
+    )
+
+
+def _rank_ends(all_parents: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Count the nodes of rank 0, of ranks 0 and 1, and so on, over several trees."""
+    sizes: list[int] = []
+    for parents in all_parents:
+        for rank in tree_shape(parents).ranks:
+            sizes.extend([0] * (rank + 1 - len(sizes)))
+            sizes[rank] += 1
+    return tuple(accumulate(sizes))
+
+
+_TABLES = ("tree.parents", "tree.words", "tree.depths", "tree.ranks")
+
+
+def _all_parents(trees: Sequence[DraftTree | None], counts: Sequence[int]) -> list[tuple[int, ...]]:
+    return [
+        tuple(range(count)) if tree is None else tree.parents
+        for tree, count in zip(trees, counts, strict=True)
+    ]
