@@ -87,13 +87,20 @@ class CapturedMetadata:
             dtype=builder.dtype,
         )
         self._part = dataclasses.replace(self._part, plan=planned.plan)
-        num, length = self.bucket.num_requests, self.bucket.query_len
+        return self._metadata(planned, self.bucket.num_requests)
+
+    def live(self, num_requests: int) -> StepMetadata:
+        """Give the step as last filled, whose first `num_requests` are real, for who reads it."""
+        return self._metadata(self._part, num_requests)
+
+    def _metadata(self, part: VerifyPart, num_requests: int) -> StepMetadata:
+        length = self.bucket.query_len
         return StepMetadata(
-            order=tuple(range(num)),
-            query_start=tuple(range(0, num * length + 1, length)),
+            order=tuple(range(num_requests)),
+            query_start=tuple(range(0, num_requests * length + 1, length)),
             positions=self._views["positions"],
             slot_mapping=self._views["slots"],
-            verify=planned,
+            verify=part,
             prefill=None,
             along=self.along,
         )

@@ -1,0 +1,215 @@
+"""The verify step as CUDA graphs: plan, all layers and acceptance, replayed over new requests.
+
+    def forward(plan):
+        hidden = model(plan.token_ids, plan.metadata, step.cache, step.builder.backend)
+        return model.logits(hidden[plan.logit_rows])
+
+    graphs = CapturedStep(step, forward, [Bucket(8, 5), Bucket(32, 5)])
+    verdict = graphs.run(proposal)
+    results = step.commit(verdict.plan, verdict)
+
+A step takes the smallest bucket that holds it. Prompts and whatever else was not captured raise,
+with the reasons against every bucket; with `eager=True` they run as `VerifyStep` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specmla.bucket import Bucket
+from specmla.errors import ArgumentError, require
+from specmla.metadata import RequestRows
+from specmla.verify.accept import Acceptance, find_rule
+from specmla.verify.captured_graph import record
+from specmla.verify.captured_mode import Mode, find_mode, modes_of
+from specmla.verify.captured_plan import CapturedPlan
+from specmla.verify.judge import Verdict, decide_step, logits_problems, send_verdict
+from specmla.verify.plan import LayOut, PlannedRequest, StepPlan
+from specmla.verify.proposal import DraftProposal
+from specmla.verify.sampling import SamplingBatch, SamplingParams
+from specmla.verify.step import VerifyStep
+
+Forward = Callable[[StepPlan], Tensor | tuple[Tensor, Tensor]]
+"""Gives logits [R, W] of `plan.logit_rows`, alone or with the hidden states [T, F] of all rows."""
+
+
+class _Recorded(NamedTuple):
+    """What a graph leaves behind."""
+
+    acceptance: Acceptance
+    packed: Tensor
+    states: Tensor | None
+
+
+class CapturedStep:
+    """Captures a `VerifyStep` in buckets and replays it.
+
+    Args:
+        step: holds the requests; one of these at a time.
+        forward: runs the model over a plan. What it reads besides the plan must stay where it is.
+        buckets: shapes to capture, in any order.
+        sampling: parameters, of which every kind is captured (greedy; sampled, without and with
+            filters), and that of all of them in one batch; their values don't matter.
+        draft_probs: whether drafts of sampled requests come with distributions, float32; None for
+            both. Their buffer takes B * K * W * 4 bytes of the largest bucket.
+        eager: run what was not captured as `VerifyStep` does, rather than refuse it.
+
+    Attributes:
+        states: [T, F] of the last step, if `forward` gives them; overwritten by the next.
+
+    Raises:
+        ArgumentError: no bucket, ragged ones on a UNIFORM backend, logits of another shape.
+        RuntimeError: a forward that can't be captured.
+    """
+
+    def __init__(
+        self,
+        step: VerifyStep,
+        forward: Forward,
+        buckets: Sequence[Bucket],
+        *,
+        sampling: Sequence[SamplingParams] = (SamplingParams(),),
+        draft_probs: bool | None = False,
+        eager: bool = False,
+    ) -> None:
+        found = [] if buckets else ["buckets is empty, accepted is one or more"]
+        found += [] if sampling else ["sampling is empty, accepted is one or more"]
+        require(found, "CapturedStep")
+        self.step, self.forward, self.eager = step, forward, eager
+        self.states: Tensor | None = None
+        self._open: tuple[StepPlan, Callable[[], _Recorded]] | None = None
+        device = step.builder.device
+        groups = [[params] for params in sampling] + [list(sampling)]
+        batches = [SamplingBatch.build(group, device) for group in groups]
+        modes = {mode: b for b in batches for mode in modes_of(b, draft_probs)}
+        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        ordered = sorted(set(buckets), key=lambda b: (b.num_rows, b.num_requests, b.ragged))
+        self._plans = self._make_plans(ordered, any(mode.has_probs for mode in modes))
+        # The largest first: the others fit into the memory that it took.
+        self._graphs = {
+            (bucket, mode): record(self._call(self._plans[bucket], batch, mode), device, pool)
+            for bucket in reversed(ordered)
+            for mode, batch in modes.items()
+        }
+        self._modes = tuple(modes)
+
+    def plan(
+        self,
+        proposal: DraftProposal | None = None,
+        request_ids: Sequence[Hashable] | None = None,
+    ) -> StepPlan:
+        """Do what `VerifyStep.plan` does, in the buffers of a bucket.
+
+        Raises:
+            ArgumentError: as there, and a step that was not captured; nothing was reserved.
+            PoolFullError: too few pages; nothing was reserved.
+        """
+        self._open = None
+        return self.step.plan(proposal, request_ids, layout=self)
+
+    @torch.no_grad()
+    def verify(self, plan: StepPlan) -> Verdict:
+        """Run the model and judge the drafts: a replay, for a plan of the last `plan` call.
+
+        The verdict's `acceptance` is overwritten by the next replay; its way to the host is not.
+
+        Raises:
+            ArgumentError: another plan, and `eager` is false.
+        """
+        if self._open is not None and self._open[0] is plan:
+            recorded = self._open[1]()
+            self.states = recorded.states
+            return send_verdict(plan, recorded.acceptance, recorded.packed)
+        if not self.eager:
+            raise ArgumentError("plan is not the one that this object planned last")
+        logits, self.states = _parts(self.forward(plan))
+        return self.step.verify(plan, logits)
+
+    def run(
+        self,
+        proposal: DraftProposal | None = None,
+        request_ids: Sequence[Hashable] | None = None,
+    ) -> Verdict:
+        """Plan a step and verify it; commit `verdict.plan` with the verdict."""
+        plan = self.plan(proposal, request_ids)
+        try:
+            return self.verify(plan)
+        except BaseException:
+            self.step.cancel(plan)
+            raise
+
+    def choose(
+        self,
+        planned: Sequence[PlannedRequest],
+        proposal: DraftProposal | None,
+        sampling: SamplingBatch,
+    ) -> LayOut:
+        """Find the smallest bucket that holds a step; see `PlanLayout.choose`."""
+        found = []
+        prompts = [r.request_id for r in planned if r.is_prompt]
+        if prompts:
+            found.append(f"requests {prompts[:8]} are prompts, captured are verifies alone")
+        mode = find_mode(self._modes, planned, proposal, sampling)
+        if isinstance(mode, str):
+            found.append(mode)
+        lens = [1 + r.num_drafts for r in planned]
+        misfits = {bucket: bucket.problems(lens) for bucket in self._plans}
+        fitting = next((bucket for bucket, why in misfits.items() if not why), None)
+        if fitting is not None and not found and isinstance(mode, Mode):
+            return self._lay_out(self._plans[fitting], self._graphs[fitting, mode])
+        if self.eager:
+            return self.step.lay_out
+        if fitting is None:
+            found += [f"{bucket}: {text}" for bucket, why in misfits.items() for text in why]
+        raise ArgumentError("CapturedStep: " + "; ".join(found))
+
+    def _lay_out(self, held: CapturedPlan, replay: Callable[[], _Recorded]) -> LayOut:
+        def lay_out(
+            planned: Sequence[PlannedRequest],
+            rows: Sequence[RequestRows],
+            proposal: DraftProposal | None,
+            sampling: SamplingBatch,
+        ) -> StepPlan:
+            plan = held.for_replay(planned, rows, proposal, sampling)
+            self._open = plan, replay
+            return plan
+
+        return lay_out
+
+    def _make_plans(self, buckets: Sequence[Bucket], has_probs: bool) -> dict[Bucket, CapturedPlan]:
+        """Reserve the buffers of all buckets, smallest first; they share that of distributions."""
+        builder, width = self.step.builder, self.step.vocab_size
+        cells = [b.num_requests * (b.query_len - 1) * width if has_probs else 0 for b in buckets]
+        shared = torch.zeros(max(cells), device=builder.device)
+        return {
+            bucket: CapturedPlan(
+                builder,
+                bucket,
+                width,
+                shared[:count].view(bucket.num_requests, -1, width) if count else None,
+            )
+            for bucket, count in zip(buckets, cells, strict=True)
+        }
+
+    def _call(
+        self, held: CapturedPlan, sampling: SamplingBatch, mode: Mode
+    ) -> Callable[[], _Recorded]:
+        """Give what a graph holds: plan, layers, acceptance."""
+        kept, rule = held.hold(sampling), find_rule(self.step.rule)
+
+        @torch.no_grad()
+        def call() -> _Recorded:
+            plan = held.for_capture(kept, has_probs=mode.has_probs)
+            logits, states = _parts(self.forward(plan))
+            require(logits_problems(plan, logits, self.step.vocab_size), "CapturedStep.forward")
+            return _Recorded(*decide_step(plan, logits, rule), states)
+
+        return call
+
+
+def _parts(given: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    return given if isinstance(given, tuple) else (given, None)
