@@ -51,7 +51,7 @@ class CapturedStep:
     Args:
         step: holds the requests; one of these at a time.
         forward: runs the model over a plan. What it reads besides the plan must stay where it is.
-        buckets: shapes to capture, in any order.
+        buckets: shapes to capture, in any order; with `eager`, there may be none.
         sampling: parameters, of which every kind is captured (greedy; sampled, without and with
             filters), and that of all of them in one batch; their values don't matter.
         draft_probs: whether drafts of sampled requests come with distributions, float32; None for
@@ -76,8 +76,11 @@ class CapturedStep:
         draft_probs: bool | None = False,
         eager: bool = False,
     ) -> None:
-        found = [] if buckets else ["buckets is empty, accepted is one or more"]
-        found += [] if sampling else ["sampling is empty, accepted is one or more"]
+        found = []
+        if not buckets and not eager:
+            found.append("buckets is empty, accepted is one or more, or eager=True")
+        if not sampling:
+            found.append("sampling is empty, accepted is one or more")
         require(found, "CapturedStep")
         self.step, self.forward, self.eager = step, forward, eager
         self.states: Tensor | None = None
@@ -184,7 +187,7 @@ class CapturedStep:
         """Reserve the buffers of all buckets, smallest first; they share that of distributions."""
         builder, width = self.step.builder, self.step.vocab_size
         cells = [b.num_requests * (b.query_len - 1) * width if has_probs else 0 for b in buckets]
-        shared = torch.zeros(max(cells), device=builder.device)
+        shared = torch.zeros(max(cells, default=0), device=builder.device)
         return {
             bucket: CapturedPlan(
                 builder,

@@ -1,0 +1,116 @@
+"""The parts of one MLA layer's verify as calls, each on a layer and a cache that are given."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specmla.backends.base import AttentionBackend
+from specmla.cache.latent import LatentCache
+from specmla.config import MLAConfig
+from specmla.layer import MLAAttention
+from specmla.metadata import StepMetadata, VerifyPart
+from specmla.rope import RopeAngles, RotaryEmbedding
+
+PARTS = ("store", "absorb", "attend", "lift")
+WHOLE = ("four", "layer")
+
+
+class LayerCalls(NamedTuple):
+    """Inputs of T rows, in the strides that the layer gives them; data is standard normal.
+
+    Attributes:
+        backend, metadata: of the step; verify rows alone.
+        q_nope: [T, H, P], a slice of [T, H, P + R]. q_latent: [T, H, C]. q_rope: [T, H, R].
+        kv_latent: [T, C]. k_rope: [T, R]. latent: [T, H, C]. hidden: [T, D].
+        angles: of the step's positions.
+    """
+
+    backend: AttentionBackend
+    metadata: StepMetadata
+    q_nope: Tensor
+    q_latent: Tensor
+    q_rope: Tensor
+    kv_latent: Tensor
+    k_rope: Tensor
+    latent: Tensor
+    hidden: Tensor
+    angles: RopeAngles
+
+    @classmethod
+    def make(
+        cls,
+        dims: MLAConfig,
+        backend: AttentionBackend,
+        metadata: StepMetadata,
+        q_latent: Tensor,
+        q_rope: Tensor,
+    ) -> LayerCalls:
+        """Draw what the queries of the attention don't say."""
+        rows = metadata.num_rows
+        shape = (rows, dims.num_heads)
+        q_nope = _normal(q_latent, *shape, dims.qk_head_dim)[..., : dims.qk_nope_head_dim]
+        widths = (dims.kv_lora_rank, dims.qk_rope_head_dim)
+        kv_latent, k_rope = _normal(q_latent, rows, dims.cache_width).split(widths, dim=-1)
+        return cls(
+            backend,
+            metadata,
+            q_nope,
+            q_latent,
+            q_rope,
+            kv_latent,
+            k_rope,
+            _normal(q_latent, *shape, dims.kv_lora_rank),
+            _normal(q_latent, rows, dims.hidden_size),
+            RotaryEmbedding(dims).at(metadata.positions, q_latent.dtype),
+        )
+
+    @property
+    def part(self) -> VerifyPart:
+        """The verify rows, all there are."""
+        assert self.metadata.verify is not None
+        return self.metadata.verify
+
+    def store(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
+        """Write the new rows."""
+        return cache.store(0, self.kv_latent, self.k_rope, self.metadata.slot_mapping)
+
+    def absorb(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
+        """Multiply the queries by W_UK."""
+        w_uk, _ = layer.absorbed_weights()
+        return torch.bmm(self.q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+
+    def attend(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
+        """Attend over the cache."""
+        return self._attend(self.q_latent, layer, cache)
+
+    def lift(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
+        """Multiply latents by W_UV."""
+        return self._lift(self.latent, layer)
+
+    def four(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
+        """Do all four, each with what the one before it gave."""
+        self.store(layer, cache)
+        return self._lift(self._attend(self.absorb(layer, cache), layer, cache), layer)
+
+    def layer(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
+        """Run the module, projections and output included."""
+        out: Tensor = layer(self.hidden, self.angles, cache, 0, self.metadata, self.backend)
+        return out
+
+    def _attend(self, q_latent: Tensor, layer: MLAAttention, cache: LatentCache) -> Tensor:
+        got = self.backend.forward_mqa(
+            q_latent, self.q_rope, cache.layer(0), self.part, softmax_scale=layer.softmax_scale
+        )
+        return got.out
+
+    def _lift(self, latent: Tensor, layer: MLAAttention) -> Tensor:
+        _, w_uv_t = layer.absorbed_weights()
+        return torch.bmm(latent.transpose(0, 1), w_uv_t).transpose(0, 1).flatten(1)
+
+
+def _normal(like: Tensor, *shape: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
