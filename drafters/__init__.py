@@ -1,6 +1,19 @@
 """Drafters for specmla, one a file; each knows specmla by its public names only."""
 
+from drafters.block_model import BlockDraftModel, load_block_model, save_block_model
+from drafters.dflash import DFlashDrafter
 from drafters.draft_model import DraftModelDrafter
+from drafters.dspark import DSparkDrafter
+from drafters.mtp import MTPDrafter
 from drafters.ngram import NgramDrafter
 
-__all__ = ["DraftModelDrafter", "NgramDrafter"]
+__all__ = [
+    "BlockDraftModel",
+    "DFlashDrafter",
+    "DSparkDrafter",
+    "DraftModelDrafter",
+    "MTPDrafter",
+    "NgramDrafter",
+    "load_block_model",
+    "save_block_model",
+]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from specmla import (
         DeepseekForCausalLM,
         DraftRequest,
+        HiddenRows,
         RequestResult,
     )
 
@@ -97,7 +98,7 @@ class DraftModelDrafter:
             self._draft(drafted, tokens, probs)
         return DraftProposal(names, counts, tokens, probs)
 
-    def observe(self, results: Sequence[RequestResult], hidden: Tensor | None = None) -> None:
+    def observe(self, results: Sequence[RequestResult], hidden: HiddenRows | None = None) -> None:
         """Keep the rows of accepted drafts, roll the others back."""
         for result in results:
             drafted = self._drafted.pop(result.request_id, None)

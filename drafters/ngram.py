@@ -13,9 +13,7 @@ import torch
 from specmla import ArgumentError, DraftProposal
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specmla import DraftRequest, RequestResult
+    from specmla import DraftRequest, HiddenRows, RequestResult
 
 
 class _Index:
@@ -71,7 +69,7 @@ class NgramDrafter:
             tokens=torch.tensor(padded, dtype=torch.int64).view(len(drafts), width),
         )
 
-    def observe(self, results: Sequence[RequestResult], hidden: Tensor | None = None) -> None:
+    def observe(self, results: Sequence[RequestResult], hidden: HiddenRows | None = None) -> None:
         """Do nothing: the index grows from the committed tokens at the next proposal."""
 
     def reset(self, request_id: Hashable) -> None:

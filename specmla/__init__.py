@@ -38,15 +38,26 @@ from specmla.metadata import (
     VerifyPart,
 )
 from specmla.models.config import DeepseekConfig
-from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.models.deepseek import DeepseekDecoderLayer, DeepseekForCausalLM
+from specmla.models.mtp import MTPModule, load_mtp
+from specmla.models.parts import load_part, read_part_config, save_part
+from specmla.models.states import FINAL, StateCollector
 from specmla.models.weights import load_checkpoint, reload_checkpoint, save_checkpoint
 from specmla.quant_key import QuantKey
 from specmla.quant_output import QuantOutput
 from specmla.query import QueryLenSupport, pad_heads, reshape_query_for_spec_decode
 from specmla.reference import merge_attention_states
+from specmla.rope import RopeAngles, RotaryEmbedding
 from specmla.staging import send_arrays
 from specmla.verify.draw import sample
-from specmla.verify.proposal import Drafter, DraftProposal, DraftRequest, RequestResult
+from specmla.verify.hidden import committed_rows
+from specmla.verify.proposal import (
+    Drafter,
+    DraftProposal,
+    DraftRequest,
+    HiddenRows,
+    RequestResult,
+)
 from specmla.verify.sampling import SamplingBatch, SamplingParams, processed_probs
 from specmla.verify.sampling_cache import SamplingCache
 from specmla.verify.stats import AcceptanceStats
@@ -58,6 +69,7 @@ from specmla.workspace import PrefillWorkspace, workspace_rows
 __version__ = "0.1.0"
 
 __all__ = [
+    "FINAL",
     "AcceptanceStats",
     "ArgumentError",
     "ArgumentTypeError",
@@ -71,16 +83,19 @@ __all__ = [
     "Capabilities",
     "CheckpointError",
     "DeepseekConfig",
+    "DeepseekDecoderLayer",
     "DeepseekForCausalLM",
     "DraftMask",
     "DraftProposal",
     "DraftRequest",
     "Drafter",
     "FixedHeads",
+    "HiddenRows",
     "IntegrityError",
     "LatentCache",
     "MLAAttention",
     "MLAConfig",
+    "MTPModule",
     "MetadataBuilder",
     "NumericsError",
     "PoolFullError",
@@ -93,11 +108,14 @@ __all__ = [
     "RequestResult",
     "RequestRows",
     "Requirements",
+    "RopeAngles",
+    "RotaryEmbedding",
     "SamplingBatch",
     "SamplingCache",
     "SamplingParams",
     "Selection",
     "SpecMLAError",
+    "StateCollector",
     "StepMetadata",
     "Stream",
     "UnsupportedError",
@@ -109,17 +127,22 @@ __all__ = [
     "cache_format",
     "check_vocab",
     "choose_backend",
+    "committed_rows",
     "generate",
     "get_backend",
     "load_checkpoint",
+    "load_mtp",
+    "load_part",
     "merge_attention_states",
     "pad_heads",
     "pad_vocab",
     "processed_probs",
+    "read_part_config",
     "reload_checkpoint",
     "reshape_query_for_spec_decode",
     "sample",
     "save_checkpoint",
+    "save_part",
     "select_backend",
     "send_arrays",
     "uniforms",

@@ -13,9 +13,11 @@ from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
 from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.models.states import StateCollector
 from specmla.query import QueryLenSupport
-from specmla.verify.proposal import Drafter, RequestResult
 from specmla.verify.accept import Rule
+from specmla.verify.hidden import committed_rows
+from specmla.verify.proposal import Drafter, RequestResult
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.step import VerifyStep
 from specmla.workspace import PrefillWorkspace, workspace_rows
@@ -33,6 +35,7 @@ def build_step(
     rule: str | Rule = "token_level",
     prefix_caching: bool = True,
     allow_vocab_mismatch: bool = False,
+    num_draft_layers: int = 0,
 ) -> VerifyStep:
     """Allocate cache and prefill workspace on the model's device and wire a `VerifyStep` to them.
 
@@ -47,6 +50,8 @@ def build_step(
         rule: an acceptance rule or the name of one.
         prefix_caching: share full pages of equal prefixes.
         allow_vocab_mismatch: take drafters whose vocabulary has another size.
+        num_draft_layers: layers of the cache after the model's, for a drafter that keeps its rows
+            in the same pages.
 
     Raises:
         UnsupportedError: no backend, or not the named one, can serve the model.
@@ -56,7 +61,7 @@ def build_step(
     weight = model.model.embed_tokens.weight
     builder = _make_builder(model, num_pages, page_size, backend, limit)
     cache = LatentCache(
-        config.num_layers,
+        config.num_layers + num_draft_layers,
         num_pages,
         page_size,
         config.attention.cache_width,
@@ -135,6 +140,7 @@ def generate(
     """
     if drafter:
         step.check_drafter(drafter.vocab_size)
+    layers: Sequence[int] = getattr(drafter, "hidden_layers", ())
     running: list[Hashable] = []
     try:
         for request_id, (tokens, sampling) in prompts.items():
@@ -143,13 +149,15 @@ def generate(
         while running:
             wanted = step.draft_requests(num_speculative_tokens, running) if drafter else []
             plan = step.plan(drafter.propose(wanted) if drafter and wanted else None, running)
-            hidden = model(plan.token_ids, plan.metadata, step.cache, step.builder.backend)
+            states = StateCollector(layers, model.config.num_layers) if layers else None
+            hidden = model(plan.token_ids, plan.metadata, step.cache, step.builder.backend, states)
             logits = model.logits(hidden[plan.logit_rows])
             results = step.commit(plan, step.verify(plan, logits))
             ended = [r.request_id for r in results if r.finish_reason]
             running = [name for name in running if name not in ended]
             if drafter:
-                drafter.observe(results)
+                rows = committed_rows(plan, results, states.joined()) if states else None
+                drafter.observe(results, rows)
                 for name in ended:
                     drafter.reset(name)
             yield results

@@ -15,6 +15,7 @@ from specmla.layer import MLAAttention
 from specmla.metadata import StepMetadata
 from specmla.models.config import DeepseekConfig
 from specmla.models.moe import DeepseekMLP, DeepseekMoE, DeepseekRouter
+from specmla.models.states import FINAL, StateCollector
 from specmla.rope import RopeAngles, RotaryEmbedding
 
 
@@ -73,24 +74,33 @@ class DeepseekModel(nn.Module):
         metadata: StepMetadata,
         cache: LatentCache,
         backend: AttentionBackend,
+        states: StateCollector | None = None,
     ) -> Tensor:
         """Map the token ids `[T]` of a step to hidden states `[T, D]`."""
         hidden = self.embed_tokens(token_ids)
         angles = self.rotary.at(metadata.positions, hidden.dtype)
         for layer_id, layer in enumerate(self.layers):
             hidden = layer(hidden, angles, cache, layer_id, metadata, backend)
+            if states is not None:
+                states.keep(layer_id, hidden)
         normed: Tensor = self.norm(hidden)
+        if states is not None:
+            states.keep(FINAL, normed)
         return normed
 
-    def forward_full(self, token_ids: Tensor) -> Tensor:
+    def forward_full(self, token_ids: Tensor, states: StateCollector | None = None) -> Tensor:
         """Map whole sequences `[B, S]` from position 0 to hidden states `[B, S, D]`."""
         hidden = self.embed_tokens(token_ids)
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)
         angles = self.rotary.at(positions, hidden.dtype)
-        for layer in self.layers:
+        for layer_id, layer in enumerate(self.layers):
             assert isinstance(layer, DeepseekDecoderLayer)
             hidden = layer.forward_full(hidden, angles)
+            if states is not None:
+                states.keep(layer_id, hidden)
         normed: Tensor = self.norm(hidden)
+        if states is not None:
+            states.keep(FINAL, normed)
         return normed
 
 
@@ -112,6 +122,7 @@ class DeepseekForCausalLM(nn.Module):
         metadata: StepMetadata,
         cache: LatentCache,
         backend: AttentionBackend,
+        states: StateCollector | None = None,
     ) -> Tensor:
         """Serve a step: store its rows in the cache and give their final hidden states.
 
@@ -120,11 +131,12 @@ class DeepseekForCausalLM(nn.Module):
             metadata: of this step.
             cache: written and read, one layer of it per decoder layer.
             backend: attends.
+            states: keeps the hidden states that a drafter asked for, those of all T rows.
 
         Returns:
             [T, D] after the final norm, without gradients; `logits` takes any rows of it.
         """
-        hidden: Tensor = self.model(token_ids, metadata, cache, backend)
+        hidden: Tensor = self.model(token_ids, metadata, cache, backend, states)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from specmla.errors import CheckpointError
 from specmla.models import scales
 from specmla.models.config import DeepseekConfig
-from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.shards import CONFIG, Headers, list_some, read_tensors
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -31,14 +30,18 @@ class Match:
     scales: Mapping[str, Tensor]
 
 
-def match_tensors(folder: Path, model: DeepseekForCausalLM, headers: Headers) -> Match:
+def match_tensors(
+    folder: Path, model: nn.Module, headers: Headers, is_left_out: Callable[[str], bool]
+) -> Match:
     """Find every tensor of the model and the scales of the quantised ones.
+
+    `is_left_out` names tensors of the files that the model does without.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape; scales are missing,
             superfluous, of another shape, or not finite and positive. All of them are named.
     """
-    wanted, config = model.state_dict(), model.config
+    wanted = model.state_dict()
     sources: dict[str, str] = {}
     found_scales: dict[str, list[tuple[str, str]]] = {}
     unexpected, shapes = [], []
@@ -51,7 +54,7 @@ def match_tensors(folder: Path, model: DeepseekForCausalLM, headers: Headers) ->
                 sources[name] = shard
             elif weight in wanted:
                 found_scales.setdefault(weight, []).append((name, shard))
-            elif not _left_out(name, config, wanted):
+            elif not is_left_out(name):
                 unexpected.append(f"{name} ({shard})")
     wrong = {text.split(" ", 1)[0] for text in shapes}
     missing = [name for name in wanted if name not in sources and name not in wrong]
@@ -70,7 +73,7 @@ def match_tensors(folder: Path, model: DeepseekForCausalLM, headers: Headers) ->
 
 def _read_scales(
     folder: Path,
-    model: DeepseekForCausalLM,
+    model: nn.Module,
     headers: Headers,
     sources: Mapping[str, str],
     found: Mapping[str, list[tuple[str, str]]],
@@ -105,12 +108,18 @@ def _read_scales(
     return values, reasons
 
 
-def _left_out(name: str, config: DeepseekConfig, wanted: Mapping[str, Tensor]) -> bool:
+def left_out(name: str, config: DeepseekConfig, wanted: Mapping[str, Tensor]) -> bool:
+    """Tell whether a decoder does without this tensor: MTP layers, saved buffers, a tied head."""
     if name == "lm_head.weight":
         return config.tie_word_embeddings
     layer = _LAYER.match(name)
     if layer is not None and int(layer[1]) >= config.num_layers:
         return int(layer[1]) < config.num_layers + config.num_mtp_layers
+    return is_buffer(name, wanted)
+
+
+def is_buffer(name: str, wanted: Mapping[str, Tensor]) -> bool:
+    """Tell whether this is a saved rotary buffer or the scale of a wanted weight's activations."""
     if name.endswith(scales.LEFT_OUT):
         return f"{name.removesuffix(scales.LEFT_OUT)}.weight" in wanted
     return name.endswith(".rotary_emb.inv_freq")

@@ -18,7 +18,7 @@ from torch import Tensor
 from specmla.errors import ArgumentError, CheckpointError
 from specmla.models.config import DeepseekConfig
 from specmla.models.deepseek import DeepseekForCausalLM
-from specmla.models.match import Match, match_tensors
+from specmla.models.match import Match, left_out, match_tensors
 from specmla.models.scales import dequantise_into, quantization_problems
 from specmla.models.shards import CONFIG, WEIGHTS, Headers, read_headers, read_json, read_tensors
 
@@ -56,14 +56,9 @@ def load_checkpoint(
     config = read_config(folder)
     headers = read_headers(folder)
     model = _build_empty(folder, config, headers)
-    match = match_tensors(folder, model, headers)
+    match = _match(folder, model, headers)
     dtype = dtype or headers[match.sources[_EMBEDDING]][_EMBEDDING][1]
-    state: dict[str, Tensor] = {}
-    for name, stored in _stored(folder, match):
-        wide = torch.promote_types(dtype, torch.float32) if name.endswith(_WIDE) else dtype
-        state[name] = torch.empty(stored.shape, dtype=wide, device=device)
-        _fill(state[name], stored, match.scales.get(name))
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(read_state(folder, match, device, dtype), assign=True)
     return model.requires_grad_(False).eval(), config
 
 
@@ -83,7 +78,7 @@ def reload_checkpoint(model: DeepseekForCausalLM, directory: str | Path) -> None
     config = read_config(folder)
     if config != model.config:
         raise CheckpointError(f"{folder / CONFIG} is {config}, accepted is {model.config}")
-    match = match_tensors(folder, model, read_headers(folder))
+    match = _match(folder, model, read_headers(folder))
     state = model.state_dict()
     for name, stored in _stored(folder, match):
         _fill(state[name], stored, match.scales.get(name))
@@ -119,6 +114,23 @@ def read_config(directory: str | Path) -> DeepseekConfig:
         return DeepseekConfig.from_hf(source)
     except ArgumentError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def read_state(
+    folder: Path, match: Match, device: torch.device | str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Read all matched tensors, dequantised, in `dtype`; the router's in float32 or wider."""
+    state: dict[str, Tensor] = {}
+    for name, stored in _stored(folder, match):
+        wide = torch.promote_types(dtype, torch.float32) if name.endswith(_WIDE) else dtype
+        state[name] = torch.empty(stored.shape, dtype=wide, device=device)
+        _fill(state[name], stored, match.scales.get(name))
+    return state
+
+
+def _match(folder: Path, model: DeepseekForCausalLM, headers: Headers) -> Match:
+    wanted = model.state_dict()
+    return match_tensors(folder, model, headers, lambda n: left_out(n, model.config, wanted))
 
 
 def _stored(folder: Path, match: Match) -> Iterator[tuple[str, Tensor]]:

@@ -119,10 +119,27 @@ class RequestResult(NamedTuple):
     is_prompt: bool = False
 
 
+class HiddenRows(NamedTuple):
+    """Target hidden states of the rows whose tokens are committed now, all but the new anchor's.
+
+    Attributes:
+        states: [R, m * D], rows of the first result, then of the next; the m layers that the
+            drafter asked for side by side. Its own memory: later steps don't overwrite it.
+        starts: position of the first row of each result. Of a prompt whose prefix was found in the
+            cache it is the first one that was computed: the rows before it have no states.
+        counts: rows of each result.
+    """
+
+    states: Tensor
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
 class Drafter(Protocol):
     """Proposes tokens; knows specmla by its public names only.
 
-    `vocab_size` is that of the proposed ids and of `probs`.
+    `vocab_size` is that of the proposed ids and of `probs`. A drafter that works on the target's
+    hidden states has an attribute `hidden_layers`, the layers it asks for (see `StateCollector`).
     """
 
     vocab_size: int
@@ -131,8 +148,8 @@ class Drafter(Protocol):
         """Draft at most `num_drafts` tokens for each request, continuing after its anchor."""
         ...
 
-    def observe(self, results: Sequence[RequestResult], hidden: Tensor | None = None) -> None:
-        """Learn what was accepted. hidden: target hidden states of the emitting rows, if kept."""
+    def observe(self, results: Sequence[RequestResult], hidden: HiddenRows | None = None) -> None:
+        """Learn what was accepted; `hidden` for those that have `hidden_layers`, else None."""
         ...
 
     def reset(self, request_id: Hashable) -> None:

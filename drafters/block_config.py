@@ -1,0 +1,208 @@
+"""What a block drafter's config.json says, in the spelling of DFlash and DSpark checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specmla import ArgumentError, CheckpointError, DeepseekConfig, MLAConfig, read_part_config
+
+ARCHITECTURES = {"DFlashDraftModel": False, "DSparkDraftModel": True}
+"""Names, and whether row 0 (the anchor's) predicts the first draft where the config is silent."""
+_SECTIONS = ("dflash_config", "dspark_config")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockConfig:
+    """A block drafter of MLA layers.
+
+    Attributes:
+        attention: dimensions of its layers; hidden_size is the target's.
+        num_layers: L of the drafter.
+        intermediate_size: width of its MLPs.
+        vocab_size: W, the target's.
+        block_size: rows of a block, the anchor's included.
+        mask_token_id: stands for the tokens to be drafted; never drafted itself.
+        target_layer_ids: decoder layers of the target whose outputs make the context.
+        sample_from_anchor: row j predicts the token after its own position, so that a block gives
+            `block_size` drafts; else its own, and row 0 none.
+        markov_rank: of the sequential head; 0 for none.
+        confidence_head: whether there is one.
+        architecture: `DFlashDraftModel` or `DSparkDraftModel`.
+    """
+
+    attention: MLAConfig
+    num_layers: int
+    intermediate_size: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    sample_from_anchor: bool
+    markov_rank: int = 0
+    confidence_head: bool = False
+    architecture: str = "DFlashDraftModel"
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be built.
+
+        Raises:
+            ArgumentError: names every field that is wrong.
+        """
+        least = {"num_layers": 1, "intermediate_size": 1, "vocab_size": 1, "markov_rank": 0}
+        least["block_size"] = 1 if self.sample_from_anchor else 2
+        found = [
+            f"{name} is {getattr(self, name)!r}, accepted are integers >= {low}"
+            for name, low in least.items()
+            if not _is_count(getattr(self, name)) or getattr(self, name) < low
+        ]
+        if not _is_count(self.mask_token_id) or not 0 <= self.mask_token_id < self.vocab_size:
+            found.append(
+                f"mask_token_id is {self.mask_token_id!r}, accepted are 0 .. {self.vocab_size - 1}"
+            )
+        if not self.target_layer_ids or not all(_is_count(i) for i in self.target_layer_ids):
+            found.append(f"target_layer_ids is {self.target_layer_ids!r}, accepted are integers")
+        if self.architecture not in ARCHITECTURES:
+            found.append(
+                f"architecture is {self.architecture!r}, accepted are {list(ARCHITECTURES)}"
+            )
+        if found:
+            raise ArgumentError("BlockConfig: " + "; ".join(found))
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of a block."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any]) -> BlockConfig:
+        """Read a config.json; fields stand at its top or in `dflash_config` / `dspark_config`.
+
+        Raises:
+            ArgumentError: another architecture, attention other than MLA, or what is not served;
+                every reason is named.
+        """
+        fields = dict(source)
+        for section in _SECTIONS:
+            fields |= source.get(section) or {}
+        names = source.get("architectures") or []
+        known = [name for name in names if name in ARCHITECTURES]
+        found = _refusals(fields, names, known)
+        if found:
+            raise ArgumentError("BlockConfig.from_hf: " + "; ".join(found))
+        return cls(
+            attention=MLAConfig.from_hf(source),
+            num_layers=fields["num_hidden_layers"],
+            intermediate_size=fields["intermediate_size"],
+            vocab_size=fields["vocab_size"],
+            block_size=fields["block_size"],
+            mask_token_id=fields["mask_token_id"],
+            target_layer_ids=tuple(fields["target_layer_ids"]),
+            sample_from_anchor=fields.get("sample_from_anchor", ARCHITECTURES[known[0]]),
+            markov_rank=fields.get("markov_rank") or 0,
+            confidence_head=bool(fields.get("enable_confidence_head", False)),
+            architecture=known[0],
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Give the config.json that `from_hf` reads back."""
+        at = self.attention
+        section = {
+            "block_size": self.block_size,
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.target_layer_ids),
+            "sample_from_anchor": self.sample_from_anchor,
+            "attention_mode": "mla",
+        }
+        if self.markov_rank:
+            section |= {"markov_rank": self.markov_rank, "markov_head_type": "vanilla"}
+        if self.confidence_head:
+            section |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+        return {
+            "architectures": [self.architecture],
+            "model_type": "deepseek_v3",
+            "vocab_size": self.vocab_size,
+            "hidden_size": at.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": at.num_heads,
+            "q_lora_rank": at.q_lora_rank,
+            "kv_lora_rank": at.kv_lora_rank,
+            "qk_nope_head_dim": at.qk_nope_head_dim,
+            "qk_rope_head_dim": at.qk_rope_head_dim,
+            "v_head_dim": at.v_head_dim,
+            "attention_bias": at.attention_bias,
+            "rope_theta": at.rope_theta,
+            "rope_interleave": at.rope_interleave,
+            "rms_norm_eps": at.rms_norm_eps,
+            "dflash_config": section,
+        }
+
+
+def read_block_config(directory: str | Path) -> BlockConfig:
+    """Read a checkpoint's config.json.
+
+    Raises:
+        CheckpointError: missing, not JSON, or nothing that can be served; every reason is named.
+    """
+    try:
+        return BlockConfig.from_hf(read_part_config(directory))
+    except ArgumentError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+
+
+def check_target(config: BlockConfig, target: DeepseekConfig, where: str) -> None:
+    """Refuse a target that the drafter was not made for.
+
+    Raises:
+        CheckpointError: names everything that differs.
+    """
+    found = [
+        f"{name} is {got}, the target's is {wanted}"
+        for name, got, wanted in (
+            ("hidden_size", config.attention.hidden_size, target.attention.hidden_size),
+            ("vocab_size", config.vocab_size, target.vocab_size),
+        )
+        if got != wanted
+    ]
+    outside = [i for i in config.target_layer_ids if not 0 <= i < target.num_layers]
+    if outside:
+        found.append(
+            f"target_layer_ids has {outside}, the target's are 0 .. {target.num_layers - 1}"
+        )
+    if found:
+        raise CheckpointError(f"{where}: " + "; ".join(found))
+
+
+def _refusals(fields: Mapping[str, Any], names: object, known: list[str]) -> list[str]:
+    """List everything that this reader does not serve."""
+    found = [] if known else [f"architectures is {names!r}, accepted are {list(ARCHITECTURES)}"]
+    required = [
+        "num_hidden_layers",
+        "intermediate_size",
+        "vocab_size",
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        "kv_lora_rank",
+    ]
+    found += [f"{name} is missing" for name in required if fields.get(name) is None]
+    only = {
+        "attention_mode": "mla",
+        "markov_head_type": "vanilla",
+        "confidence_head_with_markov": True,
+        "hidden_act": "silu",
+        "sliding_window": None,
+        "rope_scaling": None,
+    }
+    for name, accepted in only.items():
+        got = fields.get(name, accepted)
+        if got != accepted and got is not None:
+            found.append(f"{name} is {got!r}, accepted is {accepted!r}")
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

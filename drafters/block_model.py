@@ -1,0 +1,154 @@
+"""The network of a block drafter (DFlash, DSpark) with MLA layers.
+
+Context: the outputs of m target layers, side by side, become one row a committed token,
+
+    c = hidden_norm(fc [h_1 ; ... ; h_m])
+
+whose latent row in each layer l is that of MLA, without a query and without `input_layernorm`:
+[kv_a_layernorm(W_a c) | RoPE(W_r c)] with the layer's own `kv_a_proj_with_mqa`. A block
+[anchor, mask ...] runs through the layers (pre-norm, residual); each of its rows sees all context
+and all rows of the block. `norm` and the target's head give logits U_j.
+
+DSpark adds a sequential head, logits_j = U_j + W_2 W_1[x_{j-1}] with x_0 the anchor, and a
+confidence c_j = sigmoid(w . [h_j ; W_1[x_{j-1}]]), an estimate of how likely draft j is accepted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from drafters.block_config import BlockConfig, check_target, read_block_config
+from specmla import (
+    AttentionBackend,
+    DeepseekConfig,
+    DeepseekDecoderLayer,
+    DeepseekForCausalLM,
+    LatentCache,
+    RopeAngles,
+    RotaryEmbedding,
+    StepMetadata,
+    load_part,
+    save_part,
+)
+
+
+class MarkovHead(nn.Module):
+    """A bias of rank r on the logits, from the token before."""
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """One number from a row's state and the token before."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class BlockDraftModel(nn.Module):
+    """Context projection, layers and heads; embedding and vocabulary head are the target's."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, eps = config.attention.hidden_size, config.attention.rms_norm_eps
+        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
+        decoder = DeepseekConfig(
+            config.attention, config.num_layers, config.vocab_size, config.intermediate_size, 1
+        )
+        self.layers = nn.ModuleList(
+            DeepseekDecoderLayer(decoder, i) for i in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(hidden, eps=eps)
+        if config.markov_rank:
+            self.markov_head = MarkovHead(config.vocab_size, config.markov_rank)
+        if config.confidence_head:
+            self.confidence_head = ConfidenceHead(hidden + config.markov_rank)
+        self.rotary = RotaryEmbedding(config.attention)
+
+    def context(self, states: Tensor) -> Tensor:
+        """Map target states `[..., m * D]` to context rows `[..., D]`."""
+        rows: Tensor = self.hidden_norm(self.fc(states))
+        return rows
+
+    def context_latent(
+        self, layer_id: int, context: Tensor, angles: RopeAngles
+    ) -> tuple[Tensor, Tensor]:
+        """Give kv_latent `[..., C]` and k_rope `[..., R]` of context rows in one layer."""
+        layer, dims = self.layers[layer_id], self.config.attention
+        assert isinstance(layer, DeepseekDecoderLayer)
+        attention = layer.self_attn
+        widths = (dims.kv_lora_rank, dims.qk_rope_head_dim)
+        latent, rope = attention.kv_a_proj_with_mqa(context).split(widths, dim=-1)
+        return attention.kv_a_layernorm(latent), angles.rotate_key(rope)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        embedded: Tensor,
+        metadata: StepMetadata,
+        cache: LatentCache,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """Run the rows of blocks, `[T, D]`, over the cached context; states for the head."""
+        angles = self.rotary.at(metadata.positions, embedded.dtype)
+        hidden = embedded
+        for layer_id, layer in enumerate(self.layers):
+            hidden = layer(hidden, angles, cache, layer_id, metadata, backend)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    @property
+    def has_markov(self) -> bool:
+        """Whether the drafts of a block depend on each other."""
+        return self.config.markov_rank > 0
+
+    def markov_state(self, previous: Tensor) -> Tensor:
+        """Look up W_1 `[..., r]` of the tokens before `[...]`."""
+        state: Tensor = self.markov_head.markov_w1(previous)
+        return state
+
+    def markov_logits(self, state: Tensor) -> Tensor:
+        """Give W_2 s `[..., W]`, what the token before adds to the logits."""
+        added: Tensor = self.markov_head.markov_w2(state)
+        return added
+
+    def confidence_logit(self, hidden: Tensor, state: Tensor | None) -> Tensor:
+        """Give w . [h ; s] `[...]`; its sigmoid is the confidence."""
+        features = hidden if state is None else torch.cat((hidden, state), dim=-1)
+        score: Tensor = self.confidence_head.proj(features)
+        return score.squeeze(-1)
+
+
+def load_block_model(
+    directory: str | Path, target: DeepseekForCausalLM, dtype: torch.dtype | None = None
+) -> BlockDraftModel:
+    """Load a DFlash or DSpark checkpoint of MLA layers on the target's device.
+
+    Raises:
+        CheckpointError: damaged files, other tensors, or a config that can't be served with this
+            target; every reason is named.
+    """
+    config = read_block_config(directory)
+    check_target(config, target.config, str(directory))
+    weight = target.model.embed_tokens.weight
+    return load_part(
+        lambda: BlockDraftModel(config),
+        directory,
+        shared=("embed_tokens.weight", "lm_head.weight"),
+        device=weight.device,
+        dtype=dtype or weight.dtype,
+    )
+
+
+def save_block_model(model: BlockDraftModel, directory: str | Path) -> None:
+    """Write config.json and model.safetensors; embedding and head stay with the target."""
+    save_part(model, directory, model.config.to_hf())

@@ -1,0 +1,96 @@
+"""What a drafter on hidden states holds of each request between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specmla import HiddenRows, RequestResult
+
+
+@dataclass
+class KnownStates:
+    """The run of positions of a request whose target states are known.
+
+    Attributes:
+        first: its first position; above 0 where a prefix was found in the target's cache.
+        stored: the first position that the drafter's cache has no true row of.
+        end: the first position after the run.
+        pending: states [., F] of `stored` .. `end` - 1.
+    """
+
+    first: int
+    stored: int
+    end: int
+    pending: list[Tensor] = field(default_factory=list)
+
+    @property
+    def num_pending(self) -> int:
+        """Rows that are not stored yet."""
+        return self.end - self.stored
+
+    @property
+    def num_known(self) -> int:
+        """Rows of the run."""
+        return self.end - self.first
+
+
+class StateLog:
+    """Collects states by request until the drafter takes them into its cache."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Hashable, KnownStates] = {}
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._runs
+
+    def __getitem__(self, request_id: Hashable) -> KnownStates:
+        return self._runs[request_id]
+
+    def is_ready(self, request_id: Hashable, tokens: Sequence[int]) -> bool:
+        """Tell whether the states of all rows before the anchor's are known, from some row on."""
+        run = self._runs.get(request_id)
+        return run is not None and run.end == len(tokens) - 1 and run.end > run.first
+
+    def observe(
+        self, results: Sequence[RequestResult], hidden: HiddenRows | None
+    ) -> list[Hashable]:
+        """Append the states of a step; name the requests whose run began anew.
+
+        That is where rows were committed that this log heard nothing of: what is cached of the
+        request does not continue.
+        """
+        if hidden is None:
+            return []
+        restarted = []
+        parts = hidden.states.split(list(hidden.counts))
+        for result, start, count, states in zip(
+            results, hidden.starts, hidden.counts, parts, strict=True
+        ):
+            run = self._runs.get(result.request_id)
+            if run is None or run.end != start:
+                if run is not None:
+                    restarted.append(result.request_id)
+                run = self._runs[result.request_id] = KnownStates(start, start, start)
+            run.end = start + count
+            run.pending.append(states)
+        return restarted
+
+    def take(self, request_ids: Iterable[Hashable]) -> Tensor:
+        """Give the pending states [R, F] of requests, one after the other, as stored from now."""
+        taken: list[Tensor] = []
+        for request_id in request_ids:
+            run = self._runs[request_id]
+            taken += run.pending
+            run.pending, run.stored = [], run.end
+        return torch.cat(taken)
+
+    def forget(self, request_id: Hashable) -> bool:
+        """Drop a request; tell whether it was known."""
+        return self._runs.pop(request_id, None) is not None
