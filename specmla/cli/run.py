@@ -76,7 +76,12 @@ def run_loop(
             run.drafted[i] += [j < result.num_accepted for j in range(len(result.new_tokens))]
             if not result.is_prompt:
                 for counts in (run.stats, run.stats_by_prompt[i]):
-                    counts.observe(result.num_drafts, result.num_accepted, len(result.new_tokens))
+                    counts.observe(
+                        result.num_drafts,
+                        result.num_accepted,
+                        len(result.new_tokens),
+                        result.num_levels,
+                    )
         on_tokens(sum(len(r.new_tokens) for r in results))
     _synchronize(model)
     run.seconds = time.perf_counter() - start

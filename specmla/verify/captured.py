@@ -156,6 +156,9 @@ class CapturedStep:
         prompts = [r.request_id for r in planned if r.is_prompt]
         if prompts:
             found.append(f"requests {prompts[:8]} are prompts, captured are verifies alone")
+        trees = [r.request_id for r in planned if r.tree]
+        if trees:
+            found.append(f"requests {trees[:8]} bring trees, captured are chains")
         mode = find_mode(self._modes, planned, proposal, sampling)
         if isinstance(mode, str):
             found.append(mode)

@@ -8,6 +8,7 @@ from specmla.metadata import RequestKind, RequestRows
 from specmla.verify.plan import PlannedRequest
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.requests import RequestState
+from specmla.verify.tree import MAX_DRAFT_NODES, keep_nodes
 
 
 def batch_problems(names: Sequence[Hashable], proposal: DraftProposal | None) -> list[str]:
@@ -34,6 +35,7 @@ def plan_requests(
     states: Sequence[RequestState],
     cached: Callable[[Hashable], int],
     proposal: DraftProposal | None,
+    max_seq_len: int,
 ) -> list[PlannedRequest]:
     """Plan the requests of a step, those that verify before prompts, as metadata orders them.
 
@@ -43,35 +45,51 @@ def plan_requests(
         states: requests of the step.
         cached: tokens of a request that have a row in the cache.
         proposal: drafts for some of them, and maybe for others.
+        max_seq_len: context limit in tokens, which all rows of a tree must keep to.
     """
     verifies, prompts = [], []
-    for state, (count, offset) in zip(states, _drafts_of(states, proposal), strict=True):
+    for state, (count, offset, parents) in zip(states, _drafts_of(states, proposal), strict=True):
         tokens, name = state.tokens, state.request_id
         position = len(tokens) - 1
         pending = tokens[cached(name) :]
         if len(pending) > 1:
             prompts.append(PlannedRequest(state, name, pending, position, 0, offset, True))
         else:
-            count = min(count, state.draft_limit)
-            verifies.append(PlannedRequest(state, name, pending, position, count, offset, False))
+            tree = None
+            if parents is None:
+                count = min(count, state.draft_limit)
+            else:
+                kept = keep_nodes(parents, most_nodes(state, max_seq_len), state.draft_limit)
+                count, tree = len(kept.nodes), None if kept.is_chain else kept
+            verifies.append(
+                PlannedRequest(state, name, pending, position, count, offset, False, tree)
+            )
     return verifies + prompts
+
+
+def most_nodes(state: RequestState, max_seq_len: int) -> int:
+    """Give the most nodes of a tree: rows that fit a mask's word and the context."""
+    return min(MAX_DRAFT_NODES, max_seq_len - len(state.tokens))
 
 
 def _drafts_of(
     states: Sequence[RequestState], proposal: DraftProposal | None
-) -> Iterable[tuple[int, int]]:
-    """Give each request's draft count and where its drafts start in the flattened tokens."""
+) -> Iterable[tuple[int, int, Sequence[int] | None]]:
+    """Give each request's draft count, where its drafts start in the flattened tokens, and the
+    parents of a tree."""
+    none = (0, 0, None)
     if proposal is None:
-        return [(0, 0)] * len(states)
+        return [none] * len(states)
     width = proposal.tokens.shape[1]
     starts = [i * width for i in range(len(proposal.counts))]
-    given = zip(proposal.counts, starts, strict=True)
+    given = zip(proposal.counts, starts, proposal.parents or [None] * len(starts), strict=True)
     drafts = dict(zip(proposal.request_ids, given, strict=True))
-    return [drafts.get(state.request_id, (0, 0)) for state in states]
+    return [drafts.get(state.request_id, none) for state in states]
 
 
 def new_rows(r: PlannedRequest, block_ids: Sequence[int]) -> RequestRows:
     """Say what the metadata builder needs of a planned request."""
     kind = RequestKind.PROMPT if r.is_prompt else RequestKind.VERIFY
     rows = len(r.pending) + r.num_drafts
-    return RequestRows(kind, rows, r.position + 1 + r.num_drafts, block_ids)
+    parents = None if r.tree is None else r.tree.row_parents
+    return RequestRows(kind, rows, r.position + 1 + r.num_drafts, block_ids, parents)

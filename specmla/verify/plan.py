@@ -19,12 +19,13 @@ from specmla.staging import send
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.requests import RequestState
 from specmla.verify.sampling import SamplingBatch
+from specmla.verify.tree import DraftTree, TreeTables, tree_arrays, tree_tables
 from specmla.verify.vocab import pad_vocab
 
 
 class PlannedRequest(NamedTuple):
     """One request of a step: its pending tokens, then `num_drafts` drafts, which start at
-    `proposal_offset` of the proposal's flattened tokens.
+    `proposal_offset` of the proposal's flattened tokens; of a tree they are its `nodes` from there.
 
     `position` is the anchor's: the index of the last pending token in the sequence.
     """
@@ -36,6 +37,7 @@ class PlannedRequest(NamedTuple):
     num_drafts: int
     proposal_offset: int
     is_prompt: bool
+    tree: DraftTree | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class StepPlan:
         draft_probs: [B, K, W] floating, or None for one-hot drafts.
         positions: [B] int64, each anchor's position: the key of the step's random streams.
         sampling: the parameters of the B requests.
+        tree: how the drafts hang together; None in a step of chains.
     """
 
     requests: tuple[PlannedRequest, ...]
@@ -63,6 +66,7 @@ class StepPlan:
     draft_probs: Tensor | None
     positions: Tensor
     sampling: SamplingBatch
+    tree: TreeTables | None = None
 
 
 class LayOut(Protocol):
@@ -104,9 +108,10 @@ def host_arrays(
     `requests` stand in the metadata's order.
     """
     width = max((r.num_drafts for r in requests), default=0)
+    trees = _tree_arrays(requests, width)
     if proposal is None or not _is_uniform(requests, proposal, width):
-        return _ragged_arrays(requests, width)
-    return {
+        return _ragged_arrays(requests, width) | trees
+    return trees | {
         "anchors": array("q", [r.pending[0] for r in requests]),
         "row_table": array("q", range(len(requests) * (width + 1))),
         "positions": array("q", [r.position for r in requests]),
@@ -125,7 +130,17 @@ def build_plan(
         rows = _uniform_rows(metadata.along, proposal, vocab_size)
     else:
         rows = _ragged_rows(metadata.along, len(requests), proposal, vocab_size)
-    return StepPlan(tuple(requests), metadata, *rows, sampling=sampling)
+    tree = None
+    if any(r.tree for r in requests):
+        trees, counts = [r.tree for r in requests], [r.num_drafts for r in requests]
+        tree = tree_tables(metadata.along, trees, counts)
+    return StepPlan(tuple(requests), metadata, *rows, sampling=sampling, tree=tree)
+
+
+def _tree_arrays(requests: Sequence[PlannedRequest], width: int) -> dict[str, array[int]]:
+    if not any(r.tree for r in requests):
+        return {}
+    return tree_arrays([r.tree for r in requests], [r.num_drafts for r in requests], width)
 
 
 class _DeviceRows(NamedTuple):
@@ -211,7 +226,9 @@ def _ragged_arrays(requests: Sequence[PlannedRequest], width: int) -> dict[str, 
         row_table.extend(range(logit, last + 1))
         row_table.extend([last] * (width - count))
         logit = last + 1
-        drafts = range(r.proposal_offset, r.proposal_offset + count)
+        drafts: Sequence[int] = range(r.proposal_offset, r.proposal_offset + count)
+        if r.tree is not None:
+            drafts = [r.proposal_offset + node for node in r.tree.nodes]
         source.extend(drafts)
         source.extend([-1] * (width - count))
         draft_source.extend(drafts)

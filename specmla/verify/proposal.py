@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specmla.errors import require
+from specmla.errors import ArgumentError, require
 from specmla.verify.sampling import SamplingParams
+from specmla.verify.tree import node_parents
 
 
 class DraftRequest(NamedTuple):
@@ -23,17 +24,19 @@ class DraftRequest(NamedTuple):
             yet in the target's cache. Read-only.
         num_drafts: at most this many tokens may be proposed.
         sampling: the request's parameters; an honest drafter reports the distribution it drew from.
+        num_nodes: at most this many nodes a tree may have; it may be `num_drafts` deep.
     """
 
     request_id: Hashable
     tokens: Sequence[int]
     num_drafts: int
     sampling: SamplingParams
+    num_nodes: int = 0
 
 
 @dataclass(frozen=True)
 class DraftProposal:
-    """Draft tokens for a batch, as a chain for each request.
+    """Draft tokens for a batch, as a chain or a tree for each request.
 
     Attributes:
         request_ids: B names.
@@ -42,16 +45,22 @@ class DraftProposal:
         probs: [B, K, W] float32 or float64, the distribution each token was really drawn from, or
             None where nothing was drawn (the distribution is then one-hot on the token). For a
             greedy request any row will do: its drafts are compared with the target's choice. On a
-            CPU the rows are checked; on a GPU a wrong one biases the output unseen.
+            CPU the rows are checked; on a GPU a wrong one biases the output unseen. Of a tree's
+            node it is what it was drawn from given its elder siblings, those before it in `tokens`
+            (`draw_siblings`).
+        parents: for each request the place in `tokens` of each draft's parent, -1 for the anchor,
+            or None for a chain; None: chains only. Nodes may stand in any order, at most 63. Which
+            nodes there are may not depend on a token of a node that was left out.
 
-    Ids are not checked: the rule refuses one outside the vocabulary, and -1 ends a request's
-    drafts. The tensors may lie on any device.
+    Ids are not checked: the rule refuses one outside the vocabulary; -1 ends the drafts of a chain,
+    and in a tree is passed over with what hangs on it. The tensors may lie on any device.
     """
 
     request_ids: tuple[Hashable, ...]
     counts: tuple[int, ...]
     tokens: Tensor
     probs: Tensor | None = None
+    parents: tuple[Sequence[int] | None, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check types, and shapes against each other.
@@ -70,7 +79,24 @@ class DraftProposal:
             found.append(f"tokens has shape {tuple(self.tokens.shape)}, accepted is [{b}, K]")
         elif any(not 0 <= c <= self.tokens.shape[1] for c in self.counts):
             found.append(f"counts {self.counts} must lie in 0 .. K={self.tokens.shape[1]}")
-        require(found + self._probs_problems(), "DraftProposal")
+        require(found + self._probs_problems() + self._parents_problems(), "DraftProposal")
+
+    def _parents_problems(self) -> list[str]:
+        found: list[str] = []
+        if self.parents is None:
+            return found
+        if len(self.parents) != len(self.counts):
+            return [f"parents has {len(self.parents)} entries, counts {len(self.counts)}"]
+        for i, (parents, count) in enumerate(zip(self.parents, self.counts, strict=True)):
+            if parents is None:
+                continue
+            if len(parents) != count:
+                found.append(f"parents[{i}] has {len(parents)} nodes, counts[{i}] is {count}")
+            try:
+                node_parents(parents)
+            except ArgumentError as error:
+                found.append(f"parents[{i}] + 1, the anchor first: {error}")
+        return found
 
     def _probs_problems(self) -> list[str]:
         found: list[str] = []
@@ -92,6 +118,8 @@ class DraftProposal:
         """Check that each drafted row is a distribution; NaN is none."""
         drafted = torch.arange(probs.shape[1]) < torch.tensor(self.counts)[:, None]
         is_one = (probs.sum(-1) - 1).abs() <= 1e-3
+        if self.parents is not None:  # where q is exhausted no draft is made
+            drafted &= self.tokens.cpu() >= 0
         bad = drafted & ~(is_one & (probs.amin(-1) >= 0))
         if not bad.any():
             return []
@@ -109,6 +137,9 @@ class RequestResult(NamedTuple):
         num_accepted: drafts accepted by the rule, before any cut by a stop or a limit.
         finish_reason: "stop", "length", or None while it goes on.
         is_prompt: the step computed the request's prompt; such a step says nothing about drafts.
+        path: of a tree, the places in the proposal's tokens of the accepted drafts, in order; None
+            for a chain, where they are the first ones.
+        num_levels: depth of the tree that was verified; None for a chain, as deep as num_drafts.
     """
 
     request_id: Hashable
@@ -117,6 +148,8 @@ class RequestResult(NamedTuple):
     num_accepted: int
     finish_reason: str | None
     is_prompt: bool = False
+    path: tuple[int, ...] | None = None
+    num_levels: int | None = None
 
 
 class HiddenRows(NamedTuple):

@@ -18,7 +18,9 @@ class AcceptanceStats:
         num_steps: request-steps, those without drafts included.
         num_spec_steps: request-steps that verified at least one draft.
         num_emitted_tokens: tokens that reached the user, cut ones not counted.
-        drafted_per_position: entry j counts the request-steps that had a draft at place j.
+        num_draft_tokens: drafts verified, all nodes of a tree.
+        drafted_per_position: entry j counts the request-steps that had a draft at place j; in a
+            tree places are depths.
         accepted_per_position: entry j counts those in which it was accepted.
         acceptance_histogram: entry n counts the request-steps with drafts that accepted n.
     """
@@ -26,24 +28,30 @@ class AcceptanceStats:
     num_steps: int = 0
     num_spec_steps: int = 0
     num_emitted_tokens: int = 0
+    num_draft_tokens: int = 0
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     acceptance_histogram: list[int] = field(default_factory=list)
 
-    def observe(self, num_drafts: int, num_accepted: int, num_emitted: int) -> None:
+    def observe(
+        self, num_drafts: int, num_accepted: int, num_emitted: int, num_levels: int | None = None
+    ) -> None:
         """Add one request-step.
 
         Args:
             num_drafts: drafts verified, padding not counted.
             num_accepted: drafts the rule accepted.
             num_emitted: tokens emitted after any cut by a stop token or a limit.
+            num_levels: depth of a tree; None for a chain, as deep as it has drafts.
 
         Raises:
             ArgumentError: counts that no step can have.
         """
-        found = []
-        if not 0 <= num_accepted <= num_drafts:
-            found.append(f"num_accepted={num_accepted}, accepted is 0 .. num_drafts={num_drafts}")
+        levels, found = num_drafts if num_levels is None else num_levels, []
+        if not min(num_drafts, 1) <= levels <= num_drafts:
+            found.append(f"num_levels={levels}, accepted is 1 .. num_drafts={num_drafts}")
+        if not 0 <= num_accepted <= levels:
+            found.append(f"num_accepted={num_accepted}, accepted is 0 .. {levels}")
         if not 1 <= num_emitted <= num_accepted + 1:
             found.append(f"num_emitted={num_emitted}, accepted is 1 .. {num_accepted + 1}")
         require(found, "AcceptanceStats.observe")
@@ -51,8 +59,9 @@ class AcceptanceStats:
         self.num_emitted_tokens += num_emitted
         if num_drafts:
             self.num_spec_steps += 1
-            refused = [0] * (num_drafts - num_accepted)
-            _add(self.drafted_per_position, [1] * num_drafts)
+            self.num_draft_tokens += num_drafts
+            refused = [0] * (levels - num_accepted)
+            _add(self.drafted_per_position, [1] * levels)
             _add(self.accepted_per_position, [1] * num_accepted + refused)
             _add(self.acceptance_histogram, [0] * num_accepted + [1] + refused)
 
@@ -61,14 +70,10 @@ class AcceptanceStats:
         self.num_steps += other.num_steps
         self.num_spec_steps += other.num_spec_steps
         self.num_emitted_tokens += other.num_emitted_tokens
+        self.num_draft_tokens += other.num_draft_tokens
         _add(self.drafted_per_position, other.drafted_per_position)
         _add(self.accepted_per_position, other.accepted_per_position)
         _add(self.acceptance_histogram, other.acceptance_histogram)
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Drafts verified."""
-        return sum(self.drafted_per_position)
 
     @property
     def num_accepted_draft_tokens(self) -> int:

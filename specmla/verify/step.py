@@ -22,9 +22,11 @@ from specmla.cache.blocks import BlockManager
 from specmla.cache.copies import fill_copies
 from specmla.cache.latent import LatentCache
 from specmla.errors import ArgumentError, NumericsError, require
+from specmla.mask import DraftMask
 from specmla.metadata import RequestRows
 from specmla.verify.accept import Rule, find_rule, rule_problems
-from specmla.verify.judge import Verdict, judge, logits_problems
+from specmla.verify.judge import Decision, Verdict, judge, logits_problems
+from specmla.verify.moves import move_paths
 from specmla.verify.pending import (
     batch_problems,
     new_rows,
@@ -41,6 +43,8 @@ from specmla.verify.proposal import DraftProposal, DraftRequest, RequestResult
 from specmla.verify.sampling import SamplingBatch, SamplingParams
 from specmla.verify.sampling_cache import SamplingCache
 from specmla.verify.table import RequestTable
+from specmla.verify.tree import tree_shape
+from specmla.verify.tree_judge import tree_rule_problems
 from specmla.verify.vocab import check_vocab
 from specmla.verify.wiring import wiring_problems
 
@@ -191,7 +195,9 @@ class VerifyStep:
         if proposal is not None and proposal.probs is not None:
             self.check_drafter(proposal.probs.shape[-1])
         states = [self._table[name] for name in names]
-        planned = plan_requests(states, self.blocks.length, proposal)
+        planned = plan_requests(states, self.blocks.length, proposal, self.max_seq_len)
+        if any(r.tree for r in planned):
+            require(tree_rule_problems(self._rule), "VerifyStep.plan")
         sampling = self._sampling.get(r.state.sampling for r in planned)
         lay = self.lay_out if layout is None else layout.choose(planned, proposal, sampling)
         copies = self.blocks.reserve({r.request_id: len(r.pending) + r.num_drafts for r in planned})
@@ -212,7 +218,8 @@ class VerifyStep:
         sampling: SamplingBatch,
     ) -> StepPlan:
         """Lay out a step in new tensors: what `plan` does without a `layout`."""
-        metadata = self.builder.build(rows, along=host_arrays(planned, proposal))
+        mask = DraftMask.TREE if any(r.tree for r in planned) else DraftMask.CAUSAL
+        metadata = self.builder.build(rows, mask, along=host_arrays(planned, proposal))
         return build_plan(planned, metadata, proposal, sampling, self.vocab_size)
 
     def verify(self, plan: StepPlan, logits: Tensor) -> Verdict:
@@ -249,6 +256,7 @@ class VerifyStep:
             self.cancel(plan)
             what = "logits" if plan.draft_probs is None else "logits or draft probabilities"
             raise NumericsError(f"{what} hold NaN or no finite value for requests {flagged}")
+        move_paths(self.cache, self.blocks.block_ids, plan.requests, decided)
         self._open = None
         results = []
         for request, decision in zip(plan.requests, decided, strict=True):
@@ -267,6 +275,7 @@ class VerifyStep:
                     decision.num_accepted,
                     reason,
                     request.is_prompt,
+                    *_tree_fields(request, decision),
                 )
             )
         return results
@@ -287,3 +296,13 @@ class VerifyStep:
     def _release(self, planned: Iterable[PlannedRequest]) -> None:
         for r in planned:
             self.blocks.roll_back(r.request_id, self.blocks.length(r.request_id))
+
+
+def _tree_fields(
+    request: PlannedRequest, decision: Decision
+) -> tuple[tuple[int, ...] | None, int | None]:
+    """Give `path` and `num_levels` of a result."""
+    if request.tree is None or decision.path is None:
+        return None, None
+    nodes, depths = request.tree.nodes, tree_shape(request.tree.parents).depths
+    return tuple(nodes[row - 1] for row in decision.path), min(max(depths), decision.num_drafts)

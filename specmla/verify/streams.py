@@ -51,7 +51,9 @@ class StepUniforms(NamedTuple):
     correction: Tensor
 
 
-def uniforms(seed: Tensor, position: Tensor, row: Tensor, stream: Stream, node: int = 0) -> Tensor:
+def uniforms(
+    seed: Tensor, position: Tensor, row: Tensor, stream: Stream, node: int | Tensor = 0
+) -> Tensor:
     """Draw the uniforms of one stream.
 
     Args:
@@ -59,7 +61,8 @@ def uniforms(seed: Tensor, position: Tensor, row: Tensor, stream: Stream, node: 
         position: [B] int64, the index of the anchor in its sequence.
         row: [K] or [B, K] int64 in 0 .. 2**31 - 1, the row of the block, the anchor's being 0.
         stream: what the numbers are for.
-        node: in 0 .. 2**24 - 1, the child tried at that row; 0 in a chain.
+        node: in 0 .. 2**24 - 1, the child tried at that row; 0 in a chain. A tensor (int64, of the
+            shape of row) gives one for each number; its range is not checked.
 
     Returns:
         [B, K] float64 strictly between 0 and 1, odd multiples of 2**-53.
@@ -68,7 +71,8 @@ def uniforms(seed: Tensor, position: Tensor, row: Tensor, stream: Stream, node: 
         ArgumentError: shapes that do not fit each other, or a node outside its range.
     """
     _check(seed, position, row, node)
-    return _to_unit(_hash(_block_key(seed, position)[:, None], row + _stream_word(stream, node)))
+    word = row + (node << 31) + _stream_word(stream, 0)
+    return _to_unit(_hash(_block_key(seed, position)[:, None], word))
 
 
 def step_uniforms(seed: Tensor, position: Tensor, num_drafts: int) -> StepUniforms:
@@ -144,7 +148,7 @@ def _signed(word: int) -> int:
 _GAMMA = 0x9E3779B97F4A7C15
 
 
-def _check(seed: Tensor, position: Tensor, row: Tensor, node: int) -> None:
+def _check(seed: Tensor, position: Tensor, row: Tensor, node: int | Tensor) -> None:
     b, found = tuple(seed.shape), []
     for name, tensor in (("seed", seed), ("position", position), ("row", row)):
         if tensor.dtype != torch.int64:
@@ -155,6 +159,9 @@ def _check(seed: Tensor, position: Tensor, row: Tensor, node: int) -> None:
         )
     if row.dim() not in (1, 2) or (row.dim() == 2 and row.shape[:1] != seed.shape):
         found.append(f"row has shape {tuple(row.shape)}, accepted is [K] or [B, K]")
-    if not 0 <= node < MAX_NODES:
+    if isinstance(node, Tensor):
+        if node.dtype != torch.int64 or node.shape != row.shape:
+            found.append(f"node is {node.dtype} {tuple(node.shape)}, accepted is int64 like row")
+    elif not 0 <= node < MAX_NODES:
         found.append(f"node={node}, accepted is 0 .. {MAX_NODES - 1}")
     require(found, "uniforms")

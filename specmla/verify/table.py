@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from numbers import Integral
 
 from specmla.errors import ArgumentError, require
-from specmla.verify.pending import name_problems
+from specmla.verify.pending import most_nodes, name_problems
 from specmla.verify.proposal import DraftRequest
 from specmla.verify.requests import RequestState
 from specmla.verify.sampling import SamplingParams
@@ -96,5 +96,6 @@ class RequestTable:
                     f"num_drafts is {given!r} for {request_id!r}, accepted are integers >= 0"
                 )
             count = min(int(given), state.draft_limit)
-            wanted.append(DraftRequest(request_id, state.tokens, count, state.sampling))
+            nodes = min(int(given), most_nodes(state, self.max_seq_len))
+            wanted.append(DraftRequest(request_id, state.tokens, count, state.sampling, nodes))
         return wanted

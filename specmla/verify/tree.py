@@ -157,6 +157,7 @@ def tree_tables(
     sent: Mapping[str, Tensor], trees: Sequence[DraftTree | None], counts: Sequence[int]
 ) -> TreeTables:
     """Put together what `tree_arrays` gave for these requests, once it is on the device."""
+    rows = _all_parents(trees, counts)
     parents, words, depths, ranks = (sent[name].view(len(trees), -1) for name in _TABLES)
     return TreeTables(
         parents,
@@ -164,8 +165,8 @@ def tree_tables(
         depths,
         ranks,
         order=sent["tree.order"],
-        rank_ends=_rank_ends(_all_parents(trees, counts)),
-        is_tree=tuple(tree is not None for tree in trees),
+        rank_ends=_rank_ends(rows),
+        is_tree=tuple(parents != tuple(range(len(parents))) for parents in rows),
     )
 
 

@@ -95,3 +95,17 @@ def test_observe_refuses_counts_no_step_can_have(step: tuple[int, int, int]) -> 
     with pytest.raises(ArgumentError, match="accepted is"):
         stats.observe(*step)
     assert stats == AcceptanceStats()
+
+
+def test_a_tree_counts_its_nodes_as_drafts_and_its_depths_as_places():
+    stats = AcceptanceStats()
+    stats.observe(7, 2, 3, num_levels=3)
+    stats.observe(2, 2, 3)
+    assert stats.num_draft_tokens == 9
+    assert stats.drafted_per_position == [2, 2, 1]
+    assert stats.accepted_per_position == [2, 2, 0]
+    assert stats.acceptance_histogram == [0, 0, 2, 0]
+    assert stats.draft_acceptance_rate == pytest.approx(4 / 9)
+    for bad in ((3, 1, 1, 4), (3, 3, 1, 2), (3, 0, 1, 0)):
+        with pytest.raises(ArgumentError, match="AcceptanceStats"):
+            AcceptanceStats().observe(*bad)
