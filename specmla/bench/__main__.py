@@ -1,4 +1,4 @@
-"""The benchmark command: `python -m specmla.bench verify|grid|plot|layer|step|env`.
+"""The benchmark command: `python -m specmla.bench verify|grid|plot|layer|prefill|step|env`.
 
 Exit status: 0 if everything asked for was measured or refused with its reason, 1 if a provider's
 result is wrong (it isn't timed), 2 for bad arguments or if nothing could be measured. Bad arguments
@@ -29,6 +29,7 @@ from specmla.bench.arguments import (
 from specmla.bench.environment import collect_env
 from specmla.bench.grid_command import add_grid, add_plot
 from specmla.bench.layer_command import add_layer
+from specmla.bench.prefill_command import add_prefill
 from specmla.bench.progress import progress
 from specmla.bench.provider import get_provider
 from specmla.bench.report import TIMED, WRONG, VerifyRow, document, table, write_json
@@ -90,6 +91,7 @@ def _parser() -> Parser:
     add_grid(commands)
     add_plot(commands)
     add_layer(commands)
+    add_prefill(commands)
     env = commands.add_parser("env", help="print versions, device and commit as JSON")
     env.set_defaults(run=lambda args, words: print(json.dumps(collect_env(words), indent=1)) or 0)
     return parser

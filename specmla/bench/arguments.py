@@ -87,6 +87,12 @@ def check_outputs(json_file: Path | None, plot_file: Path | None = None) -> None
         raise ArgumentError("; ".join(found))
 
 
+def tokens(text: str) -> int:
+    """Read a number of tokens, `8192` or `8k`; an argument type."""
+    digits = text.removesuffix("k")
+    return _integer(1, digits) * (1024 if digits != text else 1)
+
+
 def _integer(least: int, text: str) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= {least}")

@@ -1,0 +1,178 @@
+"""Time and peak memory of one layer's prompt over cached context: in one pass, and in chunks.
+
+A prompt of a few new rows attends to more and more cached context. In one pass all of its keys are
+up-projected at once; in chunks through a workspace, as many as that has rows. Gather,
+up-projection, attention and merge are timed together; projections of the new rows are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmla.backends.base import AttentionBackend, Requirements
+from specmla.backends.select import select_backend
+from specmla.bench.timing import host_us
+from specmla.cache.latent import LatentCache
+from specmla.config import MLAConfig
+from specmla.layer import MLAAttention
+from specmla.metadata import PrefillPart
+from specmla.testing import make_prompt_case, relative_error
+from specmla.workspace import PrefillWorkspace
+
+ONE_PASS, CHUNKS = "one pass", "chunks"
+
+
+@dataclass(frozen=True)
+class PrefillOptions:
+    """What all contexts share.
+
+    Attributes:
+        dims: of the layer.
+        rows: new rows of the prompt.
+        workspace_rows: of the workspaces to measure, largest first or not.
+        page_size, backend, dtype, device, reps: as elsewhere; the best backend if None.
+    """
+
+    dims: MLAConfig
+    rows: int
+    workspace_rows: tuple[int, ...]
+    page_size: int
+    backend: str | None
+    dtype: torch.dtype
+    device: torch.device
+    reps: int
+
+
+@torch.no_grad()
+def measure_context(context: int, options: PrefillOptions) -> list[dict[str, Any]]:
+    """Give a row for one pass and one for each workspace that the keys don't fit into.
+
+    Args:
+        context: cached tokens before the new rows.
+        options: the rest.
+
+    Raises:
+        UnsupportedError: the backend can't serve the layer here.
+    """
+    dims, device = options.dims, options.device
+    case = make_prompt_case(
+        [(options.rows, context + options.rows)],
+        nope_dim=dims.qk_nope_head_dim,
+        v_dim=dims.v_head_dim,
+        num_heads=dims.num_heads,
+        kv_lora_rank=dims.kv_lora_rank,
+        rope_dim=dims.qk_rope_head_dim,
+        page_size=options.page_size,
+        dtype=options.dtype,
+        device=device,
+        spare_pages=0,
+    )
+    backend, layer = _backend(options), MLAAttention(dims).to(device, options.dtype)
+    query = torch.cat((case.q_nope, case.base.q_rope), dim=-1)
+    cache = LatentCache.from_pool([case.base.latent_cache])
+    shared = {
+        "context": context,
+        "rows": options.rows,
+        "heads": dims.num_heads,
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "device": device.type,
+        "backend": backend.capabilities.name,
+    }
+    run = partial(_run, layer, query, cache, backend)
+    whole, exact = _figures(run, case.part(backend), options)
+    rows = [shared | {"form": ONE_PASS, "workspace_rows": None, "chunks": 0} | whole]
+    for size in options.workspace_rows:
+        workspace = PrefillWorkspace(dims.cache_width, options.page_size, options.dtype, device)
+        workspace.claim(size)
+        workspace.lock()
+        part = case.part(backend, workspace)
+        if not part.context:
+            continue
+        figures, got = _figures(run, part, options)
+        form = {"form": CHUNKS, "workspace_rows": workspace.num_rows, "chunks": len(part.context)}
+        rows.append(shared | form | figures | _compared(figures, whole, got, exact))
+    return rows
+
+
+def prefill_lines(rows: Sequence[dict[str, Any]]) -> str:
+    """Format the rows for people."""
+    head = f"{'context':>8} {'form':9} {'workspace':>9} {'chunks':>6} {'ms':>10} {'ratio':>6}"
+    lines = [f"{head} {'peak MiB':>9}"]
+    for r in rows:
+        ratio = r.get("ratio")
+        lines.append(
+            f"{r['context']:8} {r['form']:9} {r['workspace_rows'] or '-':>9} {r['chunks']:6} "
+            + (f"{r['us'] / 1e3:10.3f} " if r["us"] is not None else f"{'no room':>10} ")
+            + (f"{ratio:6.3f} " if ratio is not None else f"{'-':>6} ")
+            + (f"{r['peak_bytes'] / 2**20:9.1f}" if r["peak_bytes"] is not None else f"{'-':>9}")
+        )
+    return "\n".join(lines)
+
+
+def _backend(options: PrefillOptions) -> AttentionBackend:
+    dims = options.dims
+    need = Requirements(
+        device=options.device,
+        dtype=options.dtype,
+        num_heads=dims.num_heads,
+        kv_lora_rank=dims.kv_lora_rank,
+        qk_rope_head_dim=dims.qk_rope_head_dim,
+        page_size=options.page_size,
+    )
+    return select_backend(need, options.backend)
+
+
+def _run(
+    layer: MLAAttention,
+    query: Tensor,
+    cache: LatentCache,
+    backend: AttentionBackend,
+    part: PrefillPart,
+) -> Tensor:
+    return layer.forward_mha(query, partial(cache.gather, 0), part, backend)
+
+
+def _figures(
+    run: partial[Tensor], part: PrefillPart, options: PrefillOptions
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Time a call and count the memory that it takes beyond its inputs and its result."""
+    device = options.device
+    try:
+        run(part)  # kernels are compiled here
+        peak, got = _peak(run, part, device)
+        us = host_us(lambda: run(part), device, reps=options.reps)
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return {"us": None, "peak_bytes": None}, None
+    return {"us": us, "peak_bytes": peak}, got
+
+
+def _peak(
+    run: partial[Tensor], part: PrefillPart, device: torch.device
+) -> tuple[int | None, Tensor]:
+    if device.type != "cuda":
+        return None, run(part)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    got = run(part)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before - got.nbytes, got
+
+
+def _compared(
+    figures: dict[str, Any], whole: dict[str, Any], got: Tensor | None, exact: Tensor | None
+) -> dict[str, float | None]:
+    """Compare chunks with one pass, where both fit."""
+    if got is None or exact is None:
+        return {"ratio": None, "rel_diff": None}
+    return {
+        "ratio": figures["us"] / whole["us"],
+        "rel_diff": relative_error(got, exact.double()),
+    }
