@@ -1,0 +1,69 @@
+"""A tree attended in one pass gives each path what a chain of it gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specmla.backends.base import AttentionBackend, AttentionOutput
+from specmla.backends.reference import ReferenceBackend
+from specmla.mask import DraftMask
+from specmla.testing import assert_matches_oracle, make_case
+from tests.tree_paths import assert_paths_are_chains, chains_of
+
+SMALL: dict[str, Any] = {"kv_lora_rank": 32, "rope_dim": 16, "page_size": 4, "page_gap": 8}
+BATCHES = {
+    "ragged": [(1, 1), (5, 9), (0, 6), (12, 40), (7, 7)],
+    "one-request": [(20, 33)],
+    "widest": [(64, 70)],
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_reference(name: str, dtype: torch.dtype) -> None:
+    case = make_case(BATCHES[name], num_heads=3, mask=DraftMask.TREE, dtype=dtype, **SMALL)
+    assert assert_paths_are_chains(case, ReferenceBackend()) > 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu covers this")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_interpreted_triton(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    from specmla.backends.triton import TritonBackend
+
+    batch = [(1, 1), (5, 9), (0, 6), (9, 40)]
+    options = SMALL | {"page_size": 16}
+    case = make_case(batch, num_heads=3, mask=DraftMask.TREE, dtype=dtype, **options)
+    assert assert_paths_are_chains(case, TritonBackend()) > 1
+
+
+class _Shifted(AttentionBackend):
+    """Gives rows of a tree each other's results, as a wrong node order would."""
+
+    capabilities = ReferenceBackend.capabilities
+    _inner = ReferenceBackend()
+
+    def plan(self, part, **options):  # type: ignore[no-untyped-def]
+        return self._inner.plan(part, **options)
+
+    def forward_mha(self, *args, **options):  # type: ignore[no-untyped-def]
+        return self._inner.forward_mha(*args, **options)
+
+    def forward_mqa(self, *args, **options):  # type: ignore[no-untyped-def]
+        got = self._inner.forward_mqa(*args, **options)
+        return AttentionOutput(got.out.roll(1, 0), got.lse.roll(1, 0))
+
+
+def test_the_comparison_can_fail() -> None:
+    case = make_case([(6, 9)], num_heads=3, mask=DraftMask.TREE, **SMALL)
+    with pytest.raises(AssertionError):
+        assert_paths_are_chains(case, _Shifted())
+    got = case.attend(ReferenceBackend())
+    rows, chain = next(iter(chains_of(case)))
+    wrong = AttentionOutput(got.out[rows].flip(0), got.lse[rows].flip(0))
+    assert len(rows) > 1
+    with pytest.raises(AssertionError):
+        assert_matches_oracle(wrong, chain, chain.tables())
