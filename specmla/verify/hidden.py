@@ -7,23 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specmla.staging import send
 from specmla.verify.plan import StepPlan
 from specmla.verify.proposal import HiddenRows, RequestResult
 
 
 def committed_rows(plan: StepPlan, results: Sequence[RequestResult], states: Tensor) -> HiddenRows:
-    """Pick the rows of a committed step whose tokens stay: prompts, old anchors, accepted drafts.
+    """Pick the rows of a committed step whose tokens stay: prompts, old anchors, accepted drafts,
+    those of a tree in the order of its path.
 
     A verify that emitted n tokens leaves n such rows, the anchor's and those of the first n - 1
     tokens; the last one, the new anchor, has no row yet. Rejected rows are left out, and so is what
     follows a stop.
 
     Args:
-        plan: the step, a chain a request.
+        plan: the step.
         results: what `VerifyStep.commit` gave for it.
         states: [T, F] of all its rows.
     """
-    starts, counts, parts = [], [], []
+    starts, counts, has_paths = [], [], False
+    parts: list[Sequence[int]] = []
     for request, result, row in zip(
         plan.requests, results, plan.metadata.query_start[:-1], strict=True
     ):
@@ -31,5 +34,14 @@ def committed_rows(plan: StepPlan, results: Sequence[RequestResult], states: Ten
         count = pending - 1 + len(result.new_tokens) if not result.is_prompt else pending
         starts.append(request.position + 1 - pending)
         counts.append(count)
-        parts.append(states[row : row + count])
-    return HiddenRows(torch.cat(parts), tuple(starts), tuple(counts))
+        if request.tree is None or result.path is None:
+            parts.append(range(row, row + count))
+        else:
+            place = {node: row + 1 + i for i, node in enumerate(request.tree.nodes)}
+            parts.append([row, *(place[node] for node in result.path[: count - 1])])
+            has_paths = True
+    if has_paths:
+        index = send(torch.tensor([at for part in parts for at in part]), states.device)
+        return HiddenRows(states.index_select(0, index), tuple(starts), tuple(counts))
+    picked = torch.cat([states[part[0] : part[0] + len(part)] for part in parts])
+    return HiddenRows(picked, tuple(starts), tuple(counts))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specmla import ArgumentError, DraftProposal, DraftRequest, SamplingParams
+from specmla.testing import relative_error
 from tests.e2e.conftest import VOCAB, ScriptedDrafter, make_step, prompts, run
 
 Nodes = list[tuple[int, int]]  # (token, parent), the anchor is -1
@@ -218,3 +219,32 @@ def test_chains_beside_trees_get_the_same_tokens(model, rule):
         assert beside[name] == plain_tokens[name]
     if rule == "sample_match":  # the seed alone decides, whatever is drafted
         assert without == beside == plain_tokens
+
+
+def test_hidden_states_of_accepted_paths_are_those_of_a_full_pass(model, plain):
+    """Rows that a drafter hears of follow the path, whatever order the nodes stood in."""
+
+    class Listener(TreeDrafter):
+        hidden_layers = (0, -1)  # after the first layer, and the final states
+
+        def __init__(self, script) -> None:
+            super().__init__(script)
+            self.tokens = {name: list(p[0]) for name, p in prompts(6).items()}
+            self.rows = 0
+
+        def observe(self, results, hidden=None) -> None:
+            super().observe(results)
+            parts = hidden.states.split(list(hidden.counts))
+            for r, start, got in zip(results, hidden.starts, parts, strict=True):
+                self.tokens[r.request_id] += r.new_tokens
+                with torch.no_grad():
+                    full = model.model.forward_full(torch.tensor([self.tokens[r.request_id]]))[0]
+                assert start + len(got) == len(full) - 1
+                width = full.shape[1]
+                # float32 rounds alike in both shapes; another row is as far off as it is long.
+                assert relative_error(got[:, width:], full[start:-1]) < 1e-4
+                self.rows += len(got) if r.path else 0
+
+    listener = Listener(hidden_path(oracle(plain), 7))
+    assert run(model, prompts(6), listener, 12)[0] == plain
+    assert listener.rows > 40
