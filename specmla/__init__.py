@@ -9,6 +9,7 @@ from specmla.backends.base import (
 from specmla.backends.fixed_heads import FixedHeads
 from specmla.backends.select import Selection, choose_backend, get_backend, select_backend
 from specmla.batch_split import BatchRules
+from specmla.bucket import Bucket
 from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
 from specmla.cache.formats import CacheFormat, cache_format
@@ -49,6 +50,8 @@ from specmla.query import QueryLenSupport, pad_heads, reshape_query_for_spec_dec
 from specmla.reference import merge_attention_states
 from specmla.rope import RopeAngles, RotaryEmbedding
 from specmla.staging import send_arrays
+from specmla.verify.captured import CapturedStep
+from specmla.verify.captured_buckets import doubling_buckets
 from specmla.verify.draw import sample
 from specmla.verify.hidden import committed_rows
 from specmla.verify.proposal import (
@@ -77,10 +80,12 @@ __all__ = [
     "AttentionOutput",
     "BatchRules",
     "BlockManager",
+    "Bucket",
     "BusyError",
     "CacheFormat",
     "CacheLayout",
     "Capabilities",
+    "CapturedStep",
     "CheckpointError",
     "DeepseekConfig",
     "DeepseekDecoderLayer",
@@ -128,6 +133,7 @@ __all__ = [
     "check_vocab",
     "choose_backend",
     "committed_rows",
+    "doubling_buckets",
     "generate",
     "get_backend",
     "load_checkpoint",

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from specmla.backends.base import AttentionBackend, Requirements
 from specmla.backends.select import select_backend
 from specmla.batch_split import BatchRules
+from specmla.bucket import Bucket
 from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
+from specmla.errors import UnsupportedError
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.states import StateCollector
 from specmla.query import QueryLenSupport
 from specmla.verify.accept import Rule
+from specmla.verify.captured import CapturedStep
+from specmla.verify.captured_buckets import doubling_buckets
 from specmla.verify.hidden import committed_rows
+from specmla.verify.plan import StepPlan
 from specmla.verify.proposal import Drafter, RequestResult
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.step import VerifyStep
@@ -120,6 +126,7 @@ def generate(
     prompts: Mapping[Hashable, Prompt],
     drafter: Drafter | None = None,
     num_speculative_tokens: int | Mapping[Hashable, int] = 4,
+    graphs: bool | Sequence[Bucket] = False,
 ) -> Iterator[list[RequestResult]]:
     """Continue all prompts together, one list of results per step, until every one has finished.
 
@@ -132,15 +139,19 @@ def generate(
         prompts: tokens and parameters by request name.
         drafter: proposes tokens.
         num_speculative_tokens: K for all requests, or by request (absent: 0).
+        graphs: capture verifies as CUDA graphs first, in these buckets, or in `doubling_buckets`
+            up to the prompts' number and K if True; prompts, trees and penalties run as they do
+            without. On a CPU the same buffers are used, without graphs.
 
     Raises:
         ArgumentError: a drafter of another vocabulary, prompts that can't be served.
+        UnsupportedError: graphs of a model with experts, which are chosen on the host.
         PoolFullError: the pool (the target's, or the drafter's own) is too small for all prompts.
         NumericsError: logits without a distribution.
     """
     if drafter:
         step.check_drafter(drafter.vocab_size)
-    layers: Sequence[int] = getattr(drafter, "hidden_layers", ())
+    runner = _make_runner(model, step, prompts, drafter, num_speculative_tokens, graphs)
     running: list[Hashable] = []
     try:
         for request_id, (tokens, sampling) in prompts.items():
@@ -148,15 +159,13 @@ def generate(
             running.append(request_id)
         while running:
             wanted = step.draft_requests(num_speculative_tokens, running) if drafter else []
-            plan = step.plan(drafter.propose(wanted) if drafter and wanted else None, running)
-            states = StateCollector(layers, model.config.num_layers) if layers else None
-            hidden = model(plan.token_ids, plan.metadata, step.cache, step.builder.backend, states)
-            logits = model.logits(hidden[plan.logit_rows])
-            results = step.commit(plan, step.verify(plan, logits))
+            verdict = runner.run(drafter.propose(wanted) if drafter and wanted else None, running)
+            results = step.commit(verdict.plan, verdict)
             ended = [r.request_id for r in results if r.finish_reason]
             running = [name for name in running if name not in ended]
             if drafter:
-                rows = committed_rows(plan, results, states.joined()) if states else None
+                states = runner.states
+                rows = None if states is None else committed_rows(verdict.plan, results, states)
                 drafter.observe(results, rows)
                 for name in ended:
                     drafter.reset(name)
@@ -166,3 +175,37 @@ def generate(
         if drafter:
             for name in running:
                 drafter.reset(name)
+
+
+def _make_runner(
+    model: DeepseekForCausalLM,
+    step: VerifyStep,
+    prompts: Mapping[Hashable, Prompt],
+    drafter: Drafter | None,
+    num_drafts: int | Mapping[Hashable, int],
+    graphs: bool | Sequence[Bucket],
+) -> CapturedStep:
+    """Capture the steps of a run, or nothing: without buckets every step is eager."""
+    layers: Sequence[int] = getattr(drafter, "hidden_layers", ())
+
+    def forward(plan: StepPlan) -> Tensor | tuple[Tensor, Tensor]:
+        states = StateCollector(layers, model.config.num_layers) if layers else None
+        hidden = model(plan.token_ids, plan.metadata, step.cache, step.builder.backend, states)
+        logits = model.logits(hidden[plan.logit_rows])
+        return logits if states is None else (logits, states.joined())
+
+    if not graphs or not prompts:
+        return CapturedStep(step, forward, (), eager=True)
+    if model.config.moe is not None and step.builder.device.type == "cuda":
+        raise UnsupportedError("graphs", ["DeepseekMoE reads back which experts were hit"])
+    counts = list(num_drafts.values()) if isinstance(num_drafts, Mapping) else [num_drafts]
+    most = max(counts, default=0) if drafter else 0
+    buckets = doubling_buckets(len(prompts), 1 + most) if graphs is True else list(graphs)
+    return CapturedStep(
+        step,
+        forward,
+        buckets,
+        sampling=[sampling for _, sampling in prompts.values()],
+        draft_probs=None if drafter else False,
+        eager=True,
+    )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from drafters import DraftModelDrafter, NgramDrafter
 from specmla import ArgumentError, BatchRules, PrefillWorkspace, SamplingParams, generate
-from tests.e2e.conftest import make_step, prompts, run
+from specmla.bucket import Bucket
+from specmla.verify.captured_buckets import doubling_buckets
+from specmla.verify.captured_plan import CapturedPlan
+from tests.e2e.conftest import VOCAB, make_step, prompts, run
 from tests.e2e.conftest import model as model
 
 
@@ -62,3 +68,60 @@ def test_long_shared_prefixes_in_chunks_give_the_same_tokens(model, rows):
         tokens, _ = run(model, given, None, 4, step)
         assert tokens == plain
     assert max(chunks) >= 3 * 48 // rows - 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["none", "ngram", "model"])
+def test_captured_steps_give_the_same_tokens(model, name, temperature, monkeypatch):
+    """Only the step with the prompts is laid out anew; requests end one after another."""
+    drafters = {
+        "none": lambda: None,
+        "ngram": lambda: NgramDrafter(VOCAB, prompt_lookup_min=1),
+        "model": lambda: DraftModelDrafter(model, num_pages=200, page_size=4),
+    }
+    given = {
+        key: (tokens, dataclasses.replace(sampling, max_tokens=8 + 5 * i))
+        for i, (key, (tokens, sampling)) in enumerate(
+            prompts(3, temperature=temperature, top_p=0.9).items()
+        )
+    }
+    plain, _ = run(model, given, drafters[name]())
+    step, eager = make_step(model), []
+    real = step.lay_out
+    monkeypatch.setattr(step, "lay_out", lambda *args: eager.append(1) or real(*args))
+    tokens = {key: [] for key in given}
+    for results in generate(model, step, given, drafters[name](), graphs=True):
+        for r in results:
+            tokens[r.request_id] += r.new_tokens
+    assert tokens == plain
+    assert len(eager) == 1
+    assert step.blocks.num_free == step.blocks.num_pages
+
+
+def test_own_buckets_leave_larger_steps_eager(model):
+    given = prompts(3, 12)
+    plain, _ = run(model, given)
+    step, sizes = make_step(model), []
+    real = CapturedPlan.for_replay
+
+    def count(self, planned, *args):
+        sizes.append(len(planned))
+        return real(self, planned, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CapturedPlan, "for_replay", count)
+        tokens = {key: [] for key in given}
+        for results in generate(model, step, given, graphs=[Bucket(2, 1)]):
+            for r in results:
+                tokens[r.request_id] += r.new_tokens
+    assert tokens == plain
+    assert set(sizes) <= {1, 2}
+
+
+def test_doubling_buckets_reach_the_batch():
+    found = [(b.num_requests, b.query_len) for b in doubling_buckets(5, 3)]
+    assert found == [(1, 1), (1, 3), (2, 1), (2, 3), (4, 1), (4, 3), (5, 1), (5, 3)]
+    assert [b.num_requests for b in doubling_buckets(1, 1)] == [1]
+    assert not any(b.ragged for b in doubling_buckets(8, 2, ragged=False))
+    with pytest.raises(ArgumentError, match="num_requests is 0"):
+        doubling_buckets(0, 3)

@@ -53,7 +53,8 @@ class CapturedStep:
         forward: runs the model over a plan. What it reads besides the plan must stay where it is.
         buckets: shapes to capture, in any order; with `eager`, there may be none.
         sampling: parameters, of which every kind is captured (greedy; sampled, without and with
-            filters), and that of all of them in one batch; their values don't matter.
+            filters), and that of all of them in one batch; their values don't matter. Penalties,
+            biases, bans and constraints are not captured.
         draft_probs: whether drafts of sampled requests come with distributions, float32; None for
             both. Their buffer takes B * K * W * 4 bytes of the largest bucket.
         eager: run what was not captured as `VerifyStep` does, rather than refuse it.
@@ -159,6 +160,9 @@ class CapturedStep:
         trees = [r.request_id for r in planned if r.tree]
         if trees:
             found.append(f"requests {trees[:8]} bring trees, captured are chains")
+        trees = [r.request_id for r in planned if r.tree is not None]
+        if trees:
+            found.append(f"requests {trees[:8]} bring trees, captured are chains alone")
         mode = find_mode(self._modes, planned, proposal, sampling)
         if isinstance(mode, str):
             found.append(mode)

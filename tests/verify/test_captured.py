@@ -188,6 +188,17 @@ def test_what_was_not_captured_is_refused_before_anything_is_reserved(model):
         graphs.verify(step.plan(None, [0]))
 
 
+def test_trees_are_refused(model):
+    step = started(model, [GREEDY])
+    graphs = CapturedStep(step, forward_of(model, step), [Bucket(1, 4)])
+    tree = DraftProposal((0,), (3,), torch.tensor([[1, 2, 3]]), parents=((-1, -1, 0),))
+    refused(graphs, r"requests \[0\] bring trees", tree)
+    chain = DraftProposal((0,), (3,), torch.tensor([[1, 2, 3]]), parents=((-1, 0, 1),))
+    verdict = graphs.run(chain)
+    assert verdict.plan.drafts.tolist() == [[1, 2, 3]]
+    step.commit(verdict.plan, verdict)
+
+
 def test_draft_probs_of_another_dtype_are_refused(model):
     step = started(model, [SAMPLED])
     graphs = CapturedStep(
