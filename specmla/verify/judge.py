@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor
 
 from specmla.cache.layout import DTYPES
-from specmla.verify.accept import Acceptance, decide, greedy, step_numbers
-from specmla.verify.plan import StepPlan
+from specmla.verify.accept import Acceptance, decide, find_rule, greedy, step_numbers
+from specmla.verify.logprobs import emitted_logprobs, split_logprobs
+from specmla.verify.plan import StepPlan, rows_of_requests
+from specmla.verify.processors.attach import process_step
 from specmla.verify.rules.terms import Rule, num_drafts
-from specmla.verify.sampling import processed_probs, row_top
-from specmla.verify.tree import TreeTables
+from specmla.verify.sampling import SamplingParams, processed_probs, row_top
 from specmla.verify.tree_judge import TreeStep, decide_trees
 from specmla.verify.tree_rules import TreePath, follow, num_judged
 
@@ -27,6 +29,7 @@ class Decision(NamedTuple):
         num_accepted: drafts accepted.
         flagged: its logits have no distribution; nothing of this may be used.
         path: rows of the accepted drafts in a step with trees, the anchor's being 0; else None.
+        logprobs: of the tokens, empty where no request of the step asks for any.
     """
 
     tokens: list[int]
@@ -34,6 +37,11 @@ class Decision(NamedTuple):
     num_accepted: int
     flagged: bool
     path: tuple[int, ...] | None = None
+    logprobs: Sequence[float] = ()
+
+    def logprobs_of(self, count: int, params: SamplingParams) -> tuple[float, ...] | None:
+        """Give those of the first `count` tokens, if `params` asks for any."""
+        return None if params.logprobs is None else tuple(self.logprobs[:count])
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,8 @@ class Verdict:
         plan: the step that was judged.
         acceptance: on the device, for whoever goes on there.
         host: [B, K + 4] int64: emitted tokens (-1 after them), drafts, accepted ones, flag; with
-            trees [B, 2 K + 4], the path's rows after the tokens.
+            trees [B, 2 K + 4], the path's rows after the tokens. K + 1 columns more at the end if
+            log-probabilities are asked for, float64 by their bits.
         event: recorded after the copy on CUDA, else None.
     """
 
@@ -58,6 +67,7 @@ class Verdict:
         if self.event is not None:
             self.event.synchronize()
         k = None if self.plan.tree is None else self.plan.drafts.shape[1]
+        words, reals = split_logprobs(self.plan.sampling, self.host, self.acceptance)
         return [
             Decision(
                 row[: row[-2] + 1],
@@ -65,8 +75,9 @@ class Verdict:
                 row[-2],
                 bool(row[-1]),
                 None if k is None else tuple(row[k + 1 : k + 1 + row[-2]]),
+                real[: row[-2] + 1],
             )
-            for row in self.host.tolist()
+            for row, real in zip(words, reals, strict=True)
         ]
 
 
@@ -82,58 +93,58 @@ def logits_problems(plan: StepPlan, logits: Tensor, vocab_size: int) -> list[str
     return found
 
 
-def judge(plan: StepPlan, logits: Tensor, rule: Rule) -> Verdict:
+def judge(plan: StepPlan, logits: Tensor, rule: str | Rule) -> Verdict:
     """Accept or reject every draft of the step; greedy requests alone need no probabilities."""
     return send_verdict(plan, *decide_step(plan, logits, rule))
 
 
-def decide_step(plan: StepPlan, logits: Tensor, rule: Rule) -> tuple[Acceptance, Tensor]:
+def decide_step(plan: StepPlan, logits: Tensor, rule: str | Rule) -> tuple[Acceptance, Tensor]:
     """Give the decisions on the device, the second time packed as `Verdict.host`.
 
     Nothing is read back, and nothing of the plan's host side is looked at but the sampling flags:
     it can be captured.
     """
+    found = _decide(*process_step(plan, logits), find_rule(rule))
+    acceptance, path, flagged = found.acceptance, found.path, found.flagged
+    parts, judged = [acceptance.tokens], num_drafts(plan.drafts)
+    if plan.tree is not None and path is not None:
+        parts.append(path.rows)
+        judged = num_judged(plan.drafts, plan.tree)
+    unusable = (flagged.any(dim=1) | acceptance.flagged).long()
+    parts.append(torch.stack([judged, acceptance.num_accepted, unusable], dim=1))
+    if plan.sampling.raw_logprobs is not None:
+        raw = rows_of_requests(plan, logits)
+        rows = None if path is None else path.rows
+        real = emitted_logprobs(raw, found.probs, plan.sampling, acceptance.tokens, rows)
+        parts.append(real.view(torch.int64))
+    return acceptance, torch.cat(parts, dim=1)
+
+
+class _Decided(NamedTuple):
+    """Decisions on the device, the path of trees, flags [B, K + 1] and what tokens came from."""
+
+    acceptance: Acceptance
+    path: TreePath | None
+    flagged: Tensor
+    probs: Tensor | None
+
+
+def _decide(plan: StepPlan, logits: Tensor, rule: Rule) -> _Decided:
     if plan.sampling.all_greedy:
         top = row_top(logits)
         flagged = top.flagged[plan.row_table]
         target = top.token[plan.row_table]
         if plan.tree is not None:
-            return _pack_trees(plan, plan.tree, flagged, follow(target, plan.drafts, plan.tree))
-        acceptance = greedy(target, plan.drafts)
-    else:
-        rows = processed_probs(_rows_of_requests(plan, logits), plan.sampling)
-        flagged = rows.flagged
-        seeds, k = plan.sampling.seeds, plan.drafts.shape[1]
-        if plan.tree is not None:
-            step = TreeStep(plan.tree, rows.probs, plan.drafts, plan.draft_probs)
-            return _pack_trees(
-                plan, plan.tree, flagged, decide_trees(rule, step, seeds, plan.positions)
-            )
-        terms = rule(rows.probs, plan.drafts, plan.draft_probs)
-        u = step_numbers(terms.ending, seeds, plan.positions, k)
-        acceptance = decide(terms, plan.drafts, u.accept, u.correction)
-    return acceptance, _pack(acceptance, num_drafts(plan.drafts), flagged, acceptance.tokens)
-
-
-def _pack_trees(
-    plan: StepPlan, tree: TreeTables, flagged: Tensor, decided: tuple[Acceptance, TreePath]
-) -> tuple[Acceptance, Tensor]:
-    acceptance, path = decided
-    tokens_and_rows = torch.cat([acceptance.tokens, path.rows], dim=1)
-    return acceptance, _pack(acceptance, num_judged(plan.drafts, tree), flagged, tokens_and_rows)
-
-
-def _pack(acceptance: Acceptance, judged: Tensor, flagged: Tensor, lead: Tensor) -> Tensor:
-    unusable = (flagged.any(dim=1) | acceptance.flagged).long()
-    tail = torch.stack([judged, acceptance.num_accepted, unusable], dim=1)
-    return torch.cat([lead, tail], dim=1)
-
-
-def _rows_of_requests(plan: StepPlan, logits: Tensor) -> Tensor:
-    """Arrange logits [R, W] as [B, K + 1, W]; without repeated rows they stand so already."""
-    if len(logits) == plan.row_table.numel():
-        return logits.view(*plan.row_table.shape, -1)
-    return logits[plan.row_table]
+            return _Decided(*follow(target, plan.drafts, plan.tree), flagged, None)
+        return _Decided(greedy(target, plan.drafts), None, flagged, None)
+    probs, flagged = processed_probs(rows_of_requests(plan, logits), plan.sampling)
+    seeds, k = plan.sampling.seeds, plan.drafts.shape[1]
+    if plan.tree is not None:
+        step = TreeStep(plan.tree, probs, plan.drafts, plan.draft_probs)
+        return _Decided(*decide_trees(rule, step, seeds, plan.positions), flagged, probs)
+    terms = rule(probs, plan.drafts, plan.draft_probs)
+    u = step_numbers(terms.ending, seeds, plan.positions, k)
+    return _Decided(decide(terms, plan.drafts, u.accept, u.correction), None, flagged, probs)
 
 
 def send_verdict(plan: StepPlan, acceptance: Acceptance, packed: Tensor) -> Verdict:

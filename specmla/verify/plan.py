@@ -69,6 +69,13 @@ class StepPlan:
     tree: TreeTables | None = None
 
 
+def rows_of_requests(plan: StepPlan, logits: Tensor) -> Tensor:
+    """Arrange logits [R, W] as [B, K + 1, W]; without repeated rows they stand so already."""
+    if len(logits) == plan.row_table.numel():
+        return logits.view(*plan.row_table.shape, -1)
+    return logits[plan.row_table]
+
+
 class LayOut(Protocol):
     """Puts a step whose pages are reserved into tensors."""
 

@@ -140,6 +140,7 @@ class RequestResult(NamedTuple):
         path: of a tree, the places in the proposal's tokens of the accepted drafts, in order; None
             for a chain, where they are the first ones.
         num_levels: depth of the tree that was verified; None for a chain, as deep as num_drafts.
+        logprobs: natural log-probability of each new token, if `SamplingParams.logprobs` asks.
     """
 
     request_id: Hashable
@@ -150,6 +151,7 @@ class RequestResult(NamedTuple):
     is_prompt: bool = False
     path: tuple[int, ...] | None = None
     num_levels: int | None = None
+    logprobs: tuple[float, ...] | None = None
 
 
 class HiddenRows(NamedTuple):

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Hashable, Sequence
 
 from specmla.errors import ArgumentTypeError, require
+from specmla.verify.processors.constraint import TokenConstraint
+from specmla.verify.processors.counts import TokenCounts
 from specmla.verify.sampling import SamplingParams
 
 
@@ -16,9 +18,19 @@ class RequestState:
         tokens: committed tokens, prompt first; the last one is the anchor.
         num_prompt: length of the prompt.
         limit: length at which the request ends, by `max_tokens` or the context limit.
+        counts: its distinct tokens, if penalties need them.
+        constraint: says which tokens may follow; None allows all.
     """
 
-    __slots__ = ("limit", "num_prompt", "request_id", "sampling", "tokens")
+    __slots__ = (
+        "constraint",
+        "counts",
+        "limit",
+        "num_prompt",
+        "request_id",
+        "sampling",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -28,6 +40,7 @@ class RequestState:
         *,
         vocab_size: int,
         max_seq_len: int,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         """Check the prompt.
 
@@ -49,9 +62,10 @@ class RequestState:
         if not 1 <= len(tokens) < max_seq_len:
             found.append(f"prompt has {len(tokens)} tokens, accepted are 1 to {max_seq_len - 1}")
         outside = sorted({t for t in tokens if not 0 <= t < vocab_size})
-        foreign = [t for t in sampling.stop_token_ids if t >= vocab_size]
-        if foreign:
-            found.append(f"stop_token_ids hold {foreign}, accepted are 0 to {vocab_size - 1}")
+        for name, ids in sampling.named_ids.items():
+            foreign = [t for t in ids if t >= vocab_size]
+            if foreign:
+                found.append(f"{name} hold {foreign}, accepted are 0 to {vocab_size - 1}")
         if outside:
             found.append(f"prompt holds ids {outside[:8]}, accepted are 0 to {vocab_size - 1}")
         require(found, f"request {request_id!r}")
@@ -59,8 +73,15 @@ class RequestState:
         self.tokens = tokens
         self.num_prompt = len(tokens)
         self.sampling = sampling.seeded()
+        self.counts = TokenCounts(tokens) if sampling.has_penalties else None
+        self.constraint = constraint
         most = sampling.max_tokens
         self.limit = max_seq_len if most is None else min(max_seq_len, len(tokens) + most)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens emitted so far."""
+        return len(self.tokens) - self.num_prompt
 
     @property
     def budget(self) -> int:
@@ -89,4 +110,8 @@ class RequestState:
             if stop is not None:
                 kept, reason = kept[: stop + 1], "stop"
         self.tokens.extend(kept)
+        if self.counts is not None:
+            self.counts.add(kept)
+        if self.constraint is not None:
+            self.constraint.advance(kept)
         return kept, reason

@@ -1,14 +1,16 @@
 """What a request asks of the sampler, and the one way from logits to probabilities.
 
 The plain sampler, the verify step and honest drafters all call `processed_probs`, so a row of
-logits becomes the same bits of probabilities whoever asks. The order of the processors is fixed:
+logits becomes the same bits of probabilities whoever asks. Penalties, biases and bans have been
+applied by then (`specmla.verify.processors`). The order is fixed:
 
 1. temperature: logits less their maximum, divided by the temperature. Zero is no divisor: such a
    row is one-hot at its largest logit (the lowest id among equals).
-2. top-k: the k largest. Equal logits at the edge are kept lowest id first, so exactly k remain and
+2. min-p: ids whose probability is at least min_p times that of the likeliest.
+3. top-k: the k largest. Equal logits at the edge are kept lowest id first, so exactly k remain and
    top_k=1 is the greedy choice.
-3. top-p, on the row renormalised after top-k: ids are taken by falling probability (lowest id
-   first among equals) until their mass reaches top_p; the id that crosses it is kept.
+4. top-p, on the row renormalised after min-p and top-k: ids are taken by falling probability
+   (lowest id first among equals) until their mass reaches top_p; the id that crosses it is kept.
 
 A row whose largest logit is NaN, +inf or -inf (so: any NaN, any +inf, or nothing finite) has no
 distribution. It is flagged, and its probabilities are a placeholder, one-hot at id 0.
@@ -18,71 +20,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specmla.errors import ArgumentTypeError, require
+from specmla.verify.params import SamplingParams
+from specmla.verify.processors.tables import ProcessorTables
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
-_MAX_TOP_K = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How one request's tokens are chosen and when it ends.
-
-    Attributes:
-        temperature: 0 is greedy. Held in float32 on the device, so a value that rounds to 0 there
-            is greedy as well.
-        top_k: the number of ids kept; 0 keeps all.
-        top_p: the mass kept, above 0 and at most 1; 1 keeps all.
-        seed: names the request's random streams; equal seeds and equal inputs give equal tokens.
-            None: `VerifyStep.add` draws one from torch's default generator, so that requests of
-            equal prompts differ.
-        max_tokens: new tokens at most; None sets no limit.
-        stop_token_ids: ids that end the request; the id met is the last one emitted.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ArgumentError: lists all fields that cannot be used.
-        """
-        found = []
-        if not _is_real(self.temperature) or not 0 <= self.temperature <= _FLOAT32_MAX:
-            found.append(
-                f"temperature={self.temperature!r}, accepted is a finite float32 of 0 (greedy) "
-                "or more"
-            )
-        if not _is_int(self.top_k) or not 0 <= self.top_k <= _MAX_TOP_K:
-            found.append(f"top_k={self.top_k!r}, accepted is 0 (off) to {_MAX_TOP_K}")
-        if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
-            found.append(f"top_p={self.top_p!r}, accepted is above 0 and at most 1 (off)")
-        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**63):
-            found.append(f"seed={self.seed!r}, accepted is an int in 0 .. 2**63 - 1, or None")
-        if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
-            found.append(f"max_tokens={self.max_tokens!r}, accepted is 1 or more, or None")
-        stops = self.stop_token_ids
-        if not isinstance(stops, tuple) or not all(_is_int(t) and t >= 0 for t in stops):
-            found.append(f"stop_token_ids={stops!r}, accepted is a tuple of ids of 0 or more")
-        require(found, "SamplingParams")
-
-    def seeded(self) -> SamplingParams:
-        """Give these parameters with a seed: their own, or a fresh one."""
-        if self.seed is not None:
-            return self
-        return replace(self, seed=int(torch.randint(2**63 - 1, ())))
+__all__ = [
+    "RowProbs",
+    "RowTop",
+    "SamplingBatch",
+    "SamplingParams",
+    "processed_probs",
+    "row_top",
+]
 
 
 @dataclass(frozen=True)
@@ -95,7 +50,13 @@ class SamplingBatch:
         top_p: [B] float32.
         seeds: [B] int64; 0 for parameters without one (a step seeds those of its requests).
         all_greedy: every temperature is 0; known on the host.
-        any_filter: some request that is not greedy sets top_k or top_p; known on the host.
+        any_filter: some request that is not greedy sets top_k, top_p or min_p; known on the host.
+        min_p: [B] float32, or None: nobody sets it.
+        any_sort: some request that is not greedy sets top_k or top_p; known on the host.
+        raw_logprobs: [B] int64, 1 where "raw" log-probabilities are asked for; None: nobody asks
+            for any.
+        has_processors: some request of a step has penalties, biases, bans or a constraint; then
+            `processors` holds their tables, else None. `processed_probs` does not look at them.
     """
 
     temperature: Tensor
@@ -104,29 +65,40 @@ class SamplingBatch:
     seeds: Tensor
     all_greedy: bool
     any_filter: bool
+    min_p: Tensor | None = None
+    any_sort: bool = True
+    raw_logprobs: Tensor | None = None
+    has_processors: bool = False
+    processors: ProcessorTables | None = None
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], device: torch.device | str) -> SamplingBatch:
         """Pack the parameters and copy them over in one transfer (pinned, not awaited, on CUDA)."""
         b, device = len(params), torch.device(device)
-        packed = torch.empty(3, b, dtype=torch.int64, pin_memory=device.type == "cuda")
+        packed = torch.empty(5, b, dtype=torch.int64, pin_memory=device.type == "cuda")
         packed[0] = torch.tensor([p.top_k for p in params], dtype=torch.int64)
         packed[1] = torch.tensor([p.seed or 0 for p in params], dtype=torch.int64)
-        reals = packed[2].view(torch.float32)
-        reals[:b] = torch.tensor([p.temperature for p in params], dtype=torch.float32)
-        reals[b:] = torch.tensor([p.top_p for p in params], dtype=torch.float32)
-        sampled = [t > 0 for t in reals[:b].tolist()]
+        packed[2] = torch.tensor([p.logprobs == "raw" for p in params], dtype=torch.int64)
+        reals = packed[3:].view(torch.float32).view(4, b)
+        reals[0] = torch.tensor([p.temperature for p in params], dtype=torch.float32)
+        reals[1] = torch.tensor([p.top_p for p in params], dtype=torch.float32)
+        reals[2] = torch.tensor([p.min_p for p in params], dtype=torch.float32)
+        reals[3] = 0.0
+        soft = [p for p, t in zip(params, reals[0].tolist(), strict=True) if t > 0]
+        any_sort = any(p.top_k > 0 or p.top_p < 1 for p in soft)
+        any_min = any(p.min_p > 0 for p in soft)
         sent = packed.to(device, non_blocking=True)
-        sent_reals = sent[2].view(torch.float32)
+        temperature, top_p, min_p, _ = sent[3:].view(torch.float32).view(4, b)
         return cls(
-            temperature=sent_reals[:b],
+            temperature=temperature,
             top_k=sent[0],
-            top_p=sent_reals[b:],
+            top_p=top_p,
             seeds=sent[1],
-            all_greedy=not any(sampled),
-            any_filter=any(
-                s and (p.top_k > 0 or p.top_p < 1) for s, p in zip(sampled, params, strict=True)
-            ),
+            all_greedy=not soft,
+            any_filter=any_sort or any_min,
+            min_p=min_p if any_min else None,
+            any_sort=any_sort,
+            raw_logprobs=sent[2] if any(p.logprobs for p in params) else None,
         )
 
 
@@ -200,7 +172,11 @@ def _soft_probs(shifted: Tensor, batch: SamplingBatch, index: Tensor) -> Tensor:
     """Softmax logits less their maximum [T, W], overwritten; greedy rows may come out anyhow."""
     temperature = batch.temperature[index]
     shifted.div_(temperature.masked_fill(temperature == 0, 1.0).to(shifted.dtype)[:, None])
-    if batch.any_filter:
+    if batch.min_p is not None:
+        # The likeliest id is at 0. A min_p of 1 keeps it, whatever the logarithm rounds to.
+        least = batch.min_p[index].to(shifted.dtype).log_()[:, None]
+        shifted.masked_fill_(shifted < least, -math.inf)
+    if batch.any_filter and batch.any_sort:
         _filter_(shifted, batch.top_k[index], batch.top_p[index])
     return torch.softmax(shifted, dim=-1)
 
@@ -248,11 +224,3 @@ def _check_logits(logits: Tensor, batch: SamplingBatch, row_request: Tensor | No
             "[T, W] and [T]"
         )
     require(found, "processed_probs")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -39,6 +39,8 @@ from specmla.verify.plan import (
     build_plan,
     host_arrays,
 )
+from specmla.verify.processors.attach import with_processors
+from specmla.verify.processors.constraint import TokenConstraint
 from specmla.verify.proposal import DraftProposal, DraftRequest, RequestResult
 from specmla.verify.sampling import SamplingBatch, SamplingParams
 from specmla.verify.sampling_cache import SamplingCache
@@ -97,28 +99,49 @@ class VerifyStep:
         """Committed tokens of a request, prompt first (read-only)."""
         return self._table[request_id].tokens
 
-    def add(self, request_id: Hashable, prompt: Sequence[int], sampling: SamplingParams) -> int:
+    def add(
+        self,
+        request_id: Hashable,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        constraint: TokenConstraint | None = None,
+    ) -> int:
         """Register a request; give the number of prompt tokens found in the prefix cache.
+
+        Args:
+            request_id: a new name.
+            prompt: its tokens.
+            sampling: how its tokens are chosen and when it ends.
+            constraint: says which tokens may follow (a grammar); it hears of emitted tokens only.
 
         Raises:
             ArgumentError: a name in use or not hashable, an empty or too long prompt, ids outside
                 the vocabulary.
             ArgumentTypeError: a prompt that is no sequence of integers.
         """
-        state = self._table.make(request_id, prompt, sampling)
+        state = self._table.make(request_id, prompt, sampling, constraint)
         matched = self.blocks.add(request_id, state.tokens)
         self._table.put(state)
         return matched
 
-    def fork(self, parent_id: Hashable, child_id: Hashable, sampling: SamplingParams) -> None:
+    def fork(
+        self,
+        parent_id: Hashable,
+        child_id: Hashable,
+        sampling: SamplingParams,
+        constraint: TokenConstraint | None = None,
+    ) -> None:
         """Go on from a request in a second way; its pages are shared until one is written.
+
+        All tokens of the parent are the child's prompt: `max_tokens`, `min_tokens` and the
+        penalties of the output start anew. `constraint` is one that knows of them.
 
         Raises:
             ArgumentError: an unknown parent, or one in the planned step; a child's name in use.
         """
         parent = self._table[parent_id]
         self._refuse_planned(parent_id)
-        state = self._table.make(child_id, parent.tokens, sampling)
+        state = self._table.make(child_id, parent.tokens, sampling, constraint)
         self.blocks.fork(parent_id, child_id)
         self._table.put(state)
 
@@ -199,6 +222,7 @@ class VerifyStep:
         if any(r.tree for r in planned):
             require(tree_rule_problems(self._rule), "VerifyStep.plan")
         sampling = self._sampling.get(r.state.sampling for r in planned)
+        sampling = with_processors(sampling, planned, proposal, self.vocab_size)
         lay = self.lay_out if layout is None else layout.choose(planned, proposal, sampling)
         copies = self.blocks.reserve({r.request_id: len(r.pending) + r.num_drafts for r in planned})
         try:
@@ -276,6 +300,7 @@ class VerifyStep:
                     reason,
                     request.is_prompt,
                     *_tree_fields(request, decision),
+                    decision.logprobs_of(len(emitted), state.sampling),
                 )
             )
         return results

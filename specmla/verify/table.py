@@ -7,6 +7,7 @@ from numbers import Integral
 
 from specmla.errors import ArgumentError, require
 from specmla.verify.pending import most_nodes, name_problems
+from specmla.verify.processors.constraint import TokenConstraint
 from specmla.verify.proposal import DraftRequest
 from specmla.verify.requests import RequestState
 from specmla.verify.sampling import SamplingParams
@@ -46,7 +47,11 @@ class RequestTable:
         del self._states[request_id]
 
     def make(
-        self, request_id: Hashable, tokens: Sequence[int], sampling: SamplingParams
+        self,
+        request_id: Hashable,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        constraint: TokenConstraint | None = None,
     ) -> RequestState:
         """Check a new request; it is on the table only after `put`.
 
@@ -63,6 +68,7 @@ class RequestTable:
             sampling,
             vocab_size=self.vocab_size,
             max_seq_len=self.max_seq_len,
+            constraint=constraint,
         )
 
     def put(self, state: RequestState) -> None:

@@ -278,10 +278,57 @@ def test_params_list_all_reasons_at_once() -> None:
         assert f"{field}=" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["min_p", "repetition_penalty", "presence_penalty", "logit_bias"])
+@pytest.mark.parametrize("name", ["typical_p", "guidance_scale", "bad_words"])
 def test_bl33_options_that_are_not_honoured_do_not_exist(name: str) -> None:
     with pytest.raises(TypeError, match=name):
         SamplingParams(**{name: 0.1})  # type: ignore[arg-type]
+
+
+def test_processor_params_list_all_reasons_at_once() -> None:
+    bad = {
+        "min_p": 1.5,
+        "repetition_penalty": 0.0,
+        "presence_penalty": math.inf,
+        "frequency_penalty": math.nan,
+        "min_tokens": -1,
+        "banned_token_ids": (-1,),
+        "logit_bias": ((3, math.inf),),
+        "logprobs": "all",
+    }
+    with pytest.raises(ArgumentError) as caught:
+        SamplingParams(**bad)  # type: ignore[arg-type]
+    for name in bad:
+        assert f"{name}=" in str(caught.value)
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 0.5, 1.0])
+def test_min_p_keeps_what_is_near_the_likeliest(min_p: float) -> None:
+    logits = torch.randn(4, 33, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    got = probs_of(logits, *[SamplingParams(0.7, min_p=min_p)] * 4)
+    plain = torch.softmax(logits / torch.tensor(0.7).double(), -1)
+    least = torch.tensor(min_p).double() * plain.amax(-1, keepdim=True)
+    kept = torch.where(plain >= least, plain, 0.0)
+    torch.testing.assert_close(got, kept / kept.sum(-1, keepdim=True), rtol=1e-13, atol=0)
+    assert (got > 0).sum() < got.numel() or min_p == 0
+
+
+def test_top_p_acts_on_what_min_p_leaves() -> None:
+    """0.9 of the whole row would keep four ids, 0.9 of the three that min-p leaves keeps two."""
+    logits = torch.tensor([0.55, 0.25, 0.07, 0.06, 0.04, 0.03], dtype=torch.float64).log()
+
+    def kept(**more: float) -> int:
+        return int((probs_of(logits[None], SamplingParams(1.0, **more)) > 0).sum())  # type: ignore[arg-type]
+
+    assert (kept(top_p=0.9), kept(min_p=0.12), kept(top_p=0.9, min_p=0.12)) == (4, 3, 2)
+    assert kept(top_k=2, min_p=0.12) == 2
+
+
+def test_min_p_of_one_request_leaves_the_others_alone() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(9)) * 3
+    params = [SamplingParams(1.0), SamplingParams(0.8, min_p=0.3), SamplingParams()]
+    got = probs_of(logits, *params)
+    for i, one in enumerate(params):
+        assert torch.equal(got[i], probs_of(logits[i : i + 1], one)[0])
 
 
 def test_params_are_frozen_and_hashable() -> None:

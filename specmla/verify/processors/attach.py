@@ -1,0 +1,80 @@
+"""Give a planned step what its processors need, and its logits through them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specmla.errors import require
+from specmla.verify.plan import PlannedRequest, StepPlan, rows_of_requests
+from specmla.verify.processors.apply import RowHistory, apply_processors, chain_history
+from specmla.verify.processors.tables import any_processor, build_tables
+from specmla.verify.proposal import DraftProposal
+from specmla.verify.sampling import SamplingBatch
+
+
+def with_processors(
+    sampling: SamplingBatch,
+    planned: Sequence[PlannedRequest],
+    proposal: DraftProposal | None,
+    vocab_size: int,
+) -> SamplingBatch:
+    """Give `sampling` with the tables of the step, or itself where no request needs any.
+
+    Drafts of requests with a constraint are read on the host. If they lie on a GPU that waits for
+    the drafter: masks can't be made of tokens that nobody knows yet.
+
+    Args:
+        sampling: parameters of the planned requests.
+        planned: requests of the step, in its order.
+        proposal: their drafts.
+        vocab_size: W of the target.
+
+    Raises:
+        ArgumentError: a constraint that gives no masks, or whose drafts are a tree.
+    """
+    states = [r.state for r in planned]
+    if not any_processor(states):
+        return sampling
+    grown = [r for r in planned if r.state.constraint and r.tree and not r.tree.is_chain]
+    names = [r.request_id for r in grown]
+    found = f"requests {names} have a constraint and a tree of drafts, accepted are chains"
+    require([found] if grown else [], "VerifyStep.plan")
+    drafts = [_drafts(r, proposal, vocab_size) if r.state.constraint else [] for r in planned]
+    num_rows = 1 + max(r.num_drafts for r in planned)
+    tables = build_tables(states, drafts, num_rows, vocab_size, sampling.seeds.device)
+    return dataclasses.replace(sampling, has_processors=True, processors=tables)
+
+
+def process_step(plan: StepPlan, logits: Tensor) -> tuple[StepPlan, Tensor]:
+    """Run a step's processors: logits [R, W] as the model gave them, or a row for each cell of the
+    plan's row table, and the plan that says so."""
+    tables = plan.sampling.processors
+    if tables is None:
+        return plan, logits
+    rows = apply_processors(rows_of_requests(plan, logits), tables, _history(plan))
+    table = torch.arange(plan.row_table.numel(), device=logits.device).view_as(plan.row_table)
+    return dataclasses.replace(plan, row_table=table), rows.flatten(0, 1)
+
+
+def _history(plan: StepPlan) -> RowHistory:
+    if plan.tree is None:
+        return chain_history(plan.drafts)
+    words, k = plan.tree.words, plan.drafts.shape[1]
+    bit = torch.arange(1, k + 1, device=words.device)
+    sees = ((words[:, :, None] >> bit) & 1).bool()
+    pad = torch.nn.functional.pad
+    return RowHistory(plan.drafts, pad(sees, (0, 0, 1, 0)), pad(plan.tree.depths, (1, 0)))
+
+
+def _drafts(request: PlannedRequest, proposal: DraftProposal | None, vocab_size: int) -> list[int]:
+    """Give the drafts before the first one that is missing or outside the vocabulary."""
+    if proposal is None or not request.num_drafts:
+        return []
+    start, count = request.proposal_offset, request.num_drafts
+    tokens: list[int] = proposal.tokens.reshape(-1)[start : start + count].tolist()
+    end = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), count)
+    return tokens[:end]

@@ -1,0 +1,196 @@
+"""What a step's processors need on the device, gathered from the host's view of its requests."""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specmla.staging import send, send_arrays
+from specmla.verify.params import SamplingParams
+from specmla.verify.processors.constraint import TokenConstraint, constraint_rows
+from specmla.verify.processors.counts import TokenCounts
+
+_ALWAYS = 2**62
+
+
+class Penalties(NamedTuple):
+    """Penalties of the P requests that have some.
+
+    Attributes:
+        request: [P] int64, their places in the step.
+        ids: [P, E] int64, distinct tokens so far; the first one again where there are fewer.
+        outputs: [P, E] int64, times in the output so far.
+        repetition, presence, frequency: [P] float32.
+    """
+
+    request: Tensor
+    ids: Tensor
+    outputs: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+class Biases(NamedTuple):
+    """What is added to single logits; -inf bans a token.
+
+    Attributes:
+        request: [n] int64.
+        token: [n] int64.
+        until: [n] int64, for rows with fewer drafts before them than this.
+        value: [n] float32.
+    """
+
+    request: Tensor
+    token: Tensor
+    until: Tensor
+    value: Tensor
+
+
+class Masks(NamedTuple):
+    """Tokens allowed by constraints.
+
+    Attributes:
+        request: [M] int64.
+        allowed: [M, K+1, W] bool.
+    """
+
+    request: Tensor
+    allowed: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessorTables:
+    """All that stands between a step's logits and its sampling; None where nobody asks for it."""
+
+    penalties: Penalties | None
+    biases: Biases | None
+    masks: Masks | None
+
+
+class Processed(Protocol):
+    """What is known of a request on the host."""
+
+    sampling: SamplingParams
+    counts: TokenCounts | None
+    constraint: TokenConstraint | None
+
+    @property
+    def num_output(self) -> int:
+        """Tokens emitted so far."""
+        ...
+
+
+def any_processor(states: Sequence[Processed]) -> bool:
+    """Tell whether some request has penalties, biases, bans or a constraint that apply now."""
+    return any(s.counts is not None or s.constraint is not None or _has_biases(s) for s in states)
+
+
+def build_tables(
+    states: Sequence[Processed],
+    drafts: Sequence[Sequence[int]],
+    num_rows: int,
+    vocab_size: int,
+    device: torch.device,
+) -> ProcessorTables:
+    """Send the tables of a step in one copy, and one more for masks.
+
+    Args:
+        states: requests of the step, in its order.
+        drafts: of each request with a constraint, the drafts that are verified; of others nothing.
+        num_rows: K + 1 of the step.
+        vocab_size: W.
+        device: where they go.
+    """
+    arrays = _penalty_arrays(states) | _bias_arrays(states)
+    sent = send_arrays(arrays, device)
+    penalties = biases = None
+    if arrays["penalised"]:
+        ids = sent["ids"].view(len(arrays["penalised"]), -1)
+        reals = sent["reals"].view(torch.float32).view(-1, 4)
+        penalties = Penalties(
+            sent["penalised"], ids, sent["outputs"].view_as(ids), *reals[:, :3].unbind(1)
+        )
+    if arrays["biased"]:
+        value = sent["value"].view(torch.float32)[::2]
+        biases = Biases(sent["biased"], sent["token"], sent["until"], value)
+    return ProcessorTables(penalties, biases, _masks(states, drafts, num_rows, vocab_size, device))
+
+
+def _penalty_arrays(states: Sequence[Processed]) -> dict[str, array[int]]:
+    penalised, ids, outputs = array("q"), array("q"), array("q")
+    reals = bytearray()
+    longest = max((len(s.counts.ids) for s in states if s.counts is not None), default=0)
+    for place, state in enumerate(states):
+        if state.counts is None:
+            continue
+        known, times, params = state.counts.ids, state.counts.outputs, state.sampling
+        missing = longest - len(known)
+        penalised.append(place)
+        ids.extend(known + known[:1] * missing)
+        outputs.extend(times + times[:1] * missing)
+        reals += struct.pack(
+            "4f",
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            0.0,
+        )
+    packed = array("q", bytes(reals))
+    return {"penalised": penalised, "ids": ids, "outputs": outputs, "reals": packed}
+
+
+def _bias_arrays(states: Sequence[Processed]) -> dict[str, array[int]]:
+    biased, tokens, until = array("q"), array("q"), array("q")
+    values = bytearray()
+    for place, state in enumerate(states):
+        for token, before, value in _entries(state):
+            biased.append(place)
+            tokens.append(token)
+            until.append(before)
+            values += struct.pack("2f", value, 0.0)
+    return {"biased": biased, "token": tokens, "until": until, "value": array("q", bytes(values))}
+
+
+def _has_biases(state: Processed) -> bool:
+    params = state.sampling
+    early = state.num_output < params.min_tokens and params.stop_token_ids
+    return bool(params.banned_token_ids or params.logit_bias or early)
+
+
+def _entries(state: Processed) -> list[tuple[int, int, float]]:
+    """Give token, first row that is free of it, and value; each token once for a value."""
+    params, left = state.sampling, state.sampling.min_tokens - state.num_output
+    bias: dict[int, float] = {}
+    for token, value in params.logit_bias:
+        bias[token] = bias.get(token, 0.0) + value
+    found = [(token, _ALWAYS, value) for token, value in bias.items()]
+    found += [(token, _ALWAYS, -math.inf) for token in params.banned_token_ids]
+    if left > 0:
+        found += [(token, left, -math.inf) for token in params.stop_token_ids]
+    return found
+
+
+def _masks(
+    states: Sequence[Processed],
+    drafts: Sequence[Sequence[int]],
+    num_rows: int,
+    vocab_size: int,
+    device: torch.device,
+) -> Masks | None:
+    places = [i for i, state in enumerate(states) if state.constraint is not None]
+    if not places:
+        return None
+    rows = []
+    for place in places:
+        constraint = states[place].constraint
+        assert constraint is not None
+        rows.append(constraint_rows(constraint, drafts[place], vocab_size, num_rows))
+    return Masks(send(torch.tensor(places), device), send(torch.stack(rows), device))
