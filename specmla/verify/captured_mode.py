@@ -12,6 +12,7 @@ from torch import Tensor
 from specmla.verify.plan import PlannedRequest
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.sampling import SamplingBatch
+from specmla.verify.sparse import SparseProbs
 
 Flags = tuple[tuple[str, object], ...]
 
@@ -51,8 +52,10 @@ def find_mode(
     wanted = [Mode(_flags(sampling), has_probs)]
     if not any(r.num_drafts for r in planned):  # no draft that a distribution would belong to
         wanted.append(Mode(_flags(sampling), not has_probs))
-    elif has_probs and probs is not None and probs.dtype != torch.float32:
-        return f"draft probs are {probs.dtype}, captured are torch.float32"
+    elif has_probs and probs is not None:
+        dtype = probs.probs.dtype if isinstance(probs, SparseProbs) else probs.dtype
+        if dtype != torch.float32:
+            return f"draft probs are {dtype}, captured are torch.float32"
     for mode in wanted:
         if mode in captured:
             return mode

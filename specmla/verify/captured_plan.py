@@ -18,7 +18,7 @@ from specmla.staging import send
 from specmla.verify.plan import PlannedRequest, StepPlan
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.sampling import SamplingBatch
-from specmla.verify.vocab import pad_vocab
+from specmla.verify.vocab import dense_probs, send_probs
 
 
 class CapturedPlan:
@@ -158,8 +158,8 @@ class CapturedPlan:
         flat = torch.cat([given, given.new_full((1,), -1)])
         torch.index_select(flat, 0, source, out=self._drafts.view(-1))
         if proposal is not None and proposal.probs is not None and self.draft_probs is not None:
-            probs = send(proposal.probs, source.device)
-            probs = pad_vocab(probs, self.vocab_size, allow_mismatch=True).flatten(0, 1)
+            sent = send_probs(proposal.probs, source.device, self.vocab_size)
+            probs = dense_probs(sent, self.vocab_size).flatten(0, 1)
             if len(probs):  # of padding any row will do
                 out = self.draft_probs.view(-1, self.vocab_size)
                 torch.index_select(probs, 0, source.clamp(max=len(probs) - 1), out=out)

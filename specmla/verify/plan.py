@@ -19,8 +19,9 @@ from specmla.staging import send
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.requests import RequestState
 from specmla.verify.sampling import SamplingBatch
+from specmla.verify.sparse import DraftProbs
 from specmla.verify.tree import DraftTree, TreeTables, tree_arrays, tree_tables
-from specmla.verify.vocab import pad_vocab
+from specmla.verify.vocab import pick_probs, send_probs
 
 
 class PlannedRequest(NamedTuple):
@@ -51,7 +52,7 @@ class StepPlan:
         logit_rows: [R] int64, rows of the hidden states whose logits `verify` takes, in order.
         row_table: [B, K + 1] int64, logit row of each verify row; a request repeats its last one.
         drafts: [B, K] int64, -1 past a request's count.
-        draft_probs: [B, K, W] floating, or None for one-hot drafts.
+        draft_probs: [B, K, W] or sparse [B, K, C] floating, or None for one-hot drafts.
         positions: [B] int64, each anchor's position: the key of the step's random streams.
         sampling: the parameters of the B requests.
         tree: how the drafts hang together; None in a step of chains.
@@ -63,7 +64,7 @@ class StepPlan:
     logit_rows: Tensor
     row_table: Tensor
     drafts: Tensor
-    draft_probs: Tensor | None
+    draft_probs: DraftProbs
     positions: Tensor
     sampling: SamplingBatch
     tree: TreeTables | None = None
@@ -157,7 +158,7 @@ class _DeviceRows(NamedTuple):
     logit_rows: Tensor
     row_table: Tensor
     drafts: Tensor
-    draft_probs: Tensor | None
+    draft_probs: DraftProbs
     positions: Tensor
 
 
@@ -180,7 +181,7 @@ def _uniform_rows(
     # An id outside the vocabulary is refused by the rule; the look-up must survive it.
     tokens = torch.cat([sent["anchors"][:, None], drafts.clamp(0, vocab_size - 1)], dim=1)
     if probs is not None:
-        probs = pad_vocab(send(probs, drafts.device), vocab_size, allow_mismatch=True)
+        probs = send_probs(probs, drafts.device, vocab_size)
     return _DeviceRows(
         tokens.view(-1), row_table, row_table.view_as(tokens), drafts, probs, sent["positions"]
     )
@@ -190,7 +191,8 @@ def _ragged_rows(
     sent: Mapping[str, Tensor], num_requests: int, proposal: DraftProposal | None, vocab_size: int
 ) -> _DeviceRows:
     """Place any mix of prompts and drafts by index tables."""
-    tokens, probs = sent["tokens"], None
+    tokens = sent["tokens"]
+    probs: DraftProbs = None
     row_table = sent["row_table"].view(num_requests, -1)
     width = row_table.shape[1] - 1
     drafts = tokens.new_empty((num_requests, 0))
@@ -201,19 +203,13 @@ def _ragged_rows(
         source = sent["source"] + (sent["source"] < 0) * flat.shape[0]
         drafts = flat.index_select(0, source).view(num_requests, width)
         if proposal.probs is not None:
-            probs = _ordered_probs(proposal.probs, source.clamp(max=flat.shape[0] - 2), vocab_size)
-            probs = probs.view(num_requests, width, vocab_size)
+            # Of padding any row will do.
+            cells = source.clamp(max=flat.shape[0] - 2).view(num_requests, width)
+            probs = pick_probs(send_probs(proposal.probs, tokens.device, vocab_size), cells)
         # An id outside the vocabulary is refused by the rule; the look-up must survive it.
         safe = flat.index_select(0, sent["draft_source"]).clamp(0, vocab_size - 1)
         tokens = tokens.index_copy(0, sent["draft_rows"], safe)
     return _DeviceRows(tokens, sent["logit_rows"], row_table, drafts, probs, sent["positions"])
-
-
-def _ordered_probs(given: Tensor, source: Tensor, vocab_size: int) -> Tensor:
-    """Rows of the proposal's distributions over the target's ids; of padding any row will do."""
-    moved = send(given, source.device)
-    padded = pad_vocab(moved, vocab_size, allow_mismatch=True)
-    return padded.flatten(0, 1).index_select(0, source)
 
 
 def _ragged_arrays(requests: Sequence[PlannedRequest], width: int) -> dict[str, array[int]]:

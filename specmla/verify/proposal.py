@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specmla.errors import ArgumentError, require
 from specmla.verify.sampling import SamplingParams
+from specmla.verify.sparse import SparseProbs, check_sparse
 from specmla.verify.tree import node_parents
 
 
@@ -42,7 +43,8 @@ class DraftProposal:
         request_ids: B names.
         counts: drafts of each request, known on the host; zero is allowed.
         tokens: [B, K] int64, K >= max(counts), -1 past a request's count.
-        probs: [B, K, W] float32 or float64, the distribution each token was really drawn from, or
+        probs: [B, K, W] float32 or float64, the distribution each token was really drawn from; or
+            `SparseProbs` [B, K, C], the ids that could be drawn with their exact probabilities; or
             None where nothing was drawn (the distribution is then one-hot on the token). For a
             greedy request any row will do: its drafts are compared with the target's choice. On a
             CPU the rows are checked; on a GPU a wrong one biases the output unseen. Of a tree's
@@ -59,7 +61,7 @@ class DraftProposal:
     request_ids: tuple[Hashable, ...]
     counts: tuple[int, ...]
     tokens: Tensor
-    probs: Tensor | None = None
+    probs: Tensor | SparseProbs | None = None
     parents: tuple[Sequence[int] | None, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -102,6 +104,8 @@ class DraftProposal:
         found: list[str] = []
         if self.probs is None:
             return found
+        if isinstance(self.probs, SparseProbs):
+            return self._sparse_problems(self.probs)
         shape = self.probs.shape
         if len(shape) != 3 or shape[:2] != self.tokens.shape or not shape[2]:
             found.append(
@@ -114,13 +118,29 @@ class DraftProposal:
             found += self._row_problems(self.probs)
         return found
 
-    def _row_problems(self, probs: Tensor) -> list[str]:
-        """Check that each drafted row is a distribution; NaN is none."""
-        drafted = torch.arange(probs.shape[1]) < torch.tensor(self.counts)[:, None]
-        is_one = (probs.sum(-1) - 1).abs() <= 1e-3
+    def _sparse_problems(self, probs: SparseProbs) -> list[str]:
+        check_sparse(probs)
+        shape = tuple(probs.ids.shape)
+        if len(shape) != 3 or shape[:2] != self.tokens.shape:
+            return [
+                f"probs has ids of shape {shape}, tokens {tuple(self.tokens.shape)}; accepted "
+                "is [B, K, C]"
+            ]
+        if probs.ids.device.type != "cpu" or len(self.counts) != shape[0]:
+            return []
+        return probs.row_problems(self._drafted())
+
+    def _drafted(self) -> Tensor:
+        """Tell which cells [B, K] hold a draft that was drawn."""
+        drafted = torch.arange(self.tokens.shape[1]) < torch.tensor(self.counts)[:, None]
         if self.parents is not None:  # where q is exhausted no draft is made
             drafted &= self.tokens.cpu() >= 0
-        bad = drafted & ~(is_one & (probs.amin(-1) >= 0))
+        return drafted
+
+    def _row_problems(self, probs: Tensor) -> list[str]:
+        """Check that each drafted row is a distribution; NaN is none."""
+        is_one = (probs.sum(-1) - 1).abs() <= 1e-3
+        bad = self._drafted() & ~(is_one & (probs.amin(-1) >= 0))
         if not bad.any():
             return []
         at = bad.nonzero().tolist()[:4]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specmla.errors import ArgumentTypeError, require
+from specmla.staging import send
 
 
 class SparseProbs(NamedTuple):
@@ -38,6 +39,26 @@ class SparseProbs(NamedTuple):
         """Give the same distributions as [..., W]."""
         ids, probs = self.inside(width)
         return probs.new_zeros(*ids.shape[:-1], width).scatter_add_(-1, ids, probs)
+
+    def to(self, device: torch.device) -> SparseProbs:
+        """Bring both to the device without waiting for it."""
+        return SparseProbs(send(self.ids, device), send(self.probs, device))
+
+    def row_problems(self, drafted: Tensor) -> list[str]:
+        """List which of the rows that are `drafted` [...] bool are no distributions."""
+        there = self.ids >= 0
+        probs = self.probs.where(there, 0.0)
+        is_one = ((probs.sum(-1) - 1).abs() <= 1e-3) & (probs.amin(-1) >= 0)
+        ordered = self.ids.sort(-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        bad = drafted & ~(is_one & ~twice.any(-1))
+        if not bad.any():
+            return []
+        at = bad.nonzero().tolist()[:4]
+        return [
+            f"probs rows {at} are no distributions, accepted are distinct ids with probs >= 0 that "
+            "sum to 1"
+        ]
 
 
 DraftProbs: TypeAlias = Tensor | SparseProbs | None

@@ -215,7 +215,7 @@ class VerifyStep:
         names = list(self._table) if request_ids is None else list(request_ids)
         found += batch_problems(names, proposal)
         require(found, "VerifyStep.plan")
-        if proposal is not None and proposal.probs is not None:
+        if proposal is not None and isinstance(proposal.probs, Tensor):
             self.check_drafter(proposal.probs.shape[-1])
         states = [self._table[name] for name in names]
         planned = plan_requests(states, self.blocks.length, proposal, self.max_seq_len)

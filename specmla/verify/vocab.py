@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from specmla.errors import require
+from specmla.staging import send
+from specmla.verify.sparse import SparseProbs
 
 
 def check_vocab(draft_size: int, target_size: int, *, allow_mismatch: bool = False) -> None:
@@ -53,3 +55,27 @@ def pad_vocab(q: Tensor, target_size: int, *, allow_mismatch: bool = False) -> T
     if missing <= 0:
         return q[..., :target_size]
     return torch.nn.functional.pad(q, (0, missing))
+
+
+def send_probs(
+    q: Tensor | SparseProbs, device: torch.device, target_size: int
+) -> Tensor | SparseProbs:
+    """Bring q to the device, dense rows over the target's ids; nothing waits."""
+    if isinstance(q, SparseProbs):
+        return q.to(device)  # ids that the target lacks count as absent there
+    return pad_vocab(send(q, device), target_size, allow_mismatch=True)
+
+
+def pick_probs(q: Tensor | SparseProbs, cells: Tensor) -> Tensor | SparseProbs:
+    """Give the rows of q [B, K, ...] at `cells` [...], which count through B * K."""
+    if isinstance(q, SparseProbs):
+        return SparseProbs(*(t.flatten(0, 1)[cells] for t in q))
+    rows = q.flatten(0, 1).index_select(0, cells.flatten())
+    return rows.view(*cells.shape, q.shape[-1])
+
+
+def dense_probs(q: Tensor | SparseProbs, target_size: int) -> Tensor:
+    """Give q [B, K, ...] as dense rows over the target's ids."""
+    if isinstance(q, SparseProbs):
+        return q.dense(target_size)
+    return pad_vocab(q, target_size, allow_mismatch=True)
