@@ -33,7 +33,7 @@ from specmla.bench.prefill_command import add_prefill
 from specmla.bench.progress import progress
 from specmla.bench.provider import get_provider
 from specmla.bench.report import TIMED, WRONG, VerifyRow, document, table, write_json
-from specmla.bench.step import StepOptions, measure_step, step_lines
+from specmla.bench.step_command import add_step
 from specmla.bench.timing import method
 from specmla.bench.verify import VerifyOptions, check_batch, run_batch
 from specmla.errors import SpecMLAError
@@ -78,16 +78,7 @@ def _parser() -> Parser:
     add_peers(verify)
     add_reps(verify)
     add_common(verify)
-    step = commands.add_parser("step", help="host time of VerifyStep.plan and commit")
-    step.set_defaults(run=_step)
-    add = step.add_argument
-    add("--requests", type=at_least(1), default=32, help="batch size (default 32)")
-    add("--drafts", type=at_least(0), default=4, help="drafts a request (default 4)")
-    add("--prompt-len", type=at_least(1), default=8192, help="cached tokens (default 8192)")
-    add("--page-size", type=at_least(1), default=64, help="tokens a page (default 64)")
-    add("--impl", metavar="NAME", help="backend that plans (default: the best that serves)")
-    add_reps(step)
-    add_common(step)
+    add_step(commands)
     add_grid(commands)
     add_plot(commands)
     add_layer(commands)
@@ -139,25 +130,6 @@ def _report(args: argparse.Namespace, words: Sequence[str], rows: Sequence[Verif
     if any(row.status == WRONG for row in rows):
         return 1
     return 0 if any(row.status == TIMED for row in rows) else 2
-
-
-def _step(args: argparse.Namespace, words: Sequence[str]) -> int:
-    check_outputs(args.json)
-    options = StepOptions(
-        num_requests=args.requests,
-        num_drafts=args.drafts,
-        prompt_len=args.prompt_len,
-        page_size=args.page_size,
-        backend=args.impl,
-        device=args.device,
-        dtype=dtype_of(args),
-        reps=args.reps,
-    )
-    figures = measure_step(options)
-    print(step_lines(figures))
-    if args.json is not None:
-        write_json(args.json, {"env": collect_env(words), "rows": [figures]})
-    return 0
 
 
 if __name__ == "__main__":
