@@ -9,63 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmla import (
-    BlockManager,
-    DraftProposal,
-    LatentCache,
-    MetadataBuilder,
-    NumericsError,
-    RequestResult,
-    SamplingParams,
-    VerifyStep,
-    get_backend,
-)
-
-W = 16
-
-
-def make_step(rule: str = "token_level") -> VerifyStep:
-    builder = MetadataBuilder(
-        backend=get_backend("reference"),
-        page_size=4,
-        num_pages=64,
-        num_heads=2,
-        kv_lora_rank=8,
-        device="cpu",
-        max_seq_len=64,
-    )
-    return VerifyStep(
-        cache=LatentCache(1, 64, 4, 12, dtype=torch.float32, device="cpu"),
-        blocks=BlockManager(64, 4),
-        builder=builder,
-        vocab_size=W,
-        max_seq_len=64,
-        rule=rule,
-    )
-
-
-def model(tokens: Sequence[int]) -> Tensor:
-    """Give the logits after a history: a fixed function of all of it."""
-    generator = torch.Generator().manual_seed(hash(tuple(tokens)) & 0xFFFF)
-    return torch.randn(W, generator=generator) * 2
-
-
-def run(step: VerifyStep, drafts: dict[str, list[int]] | None = None) -> dict[str, RequestResult]:
-    """Take one step with the model above."""
-    proposal = None
-    if drafts:
-        width = max(len(d) for d in drafts.values())
-        rows = [d + [-1] * (width - len(d)) for d in drafts.values()]
-        counts = tuple(len(d) for d in drafts.values())
-        proposal = DraftProposal(tuple(drafts), counts, torch.tensor(rows).view(-1, width))
-    plan = step.plan(proposal)
-    logits = []
-    for b, request in enumerate(plan.requests):
-        tokens = list(request.state.tokens)
-        made = plan.drafts[b, : request.num_drafts].tolist()
-        logits += [model(tokens + made[:j]) for j in range(len(made) + 1)]
-    results = step.commit(plan, step.verify(plan, torch.stack(logits)))
-    return {str(r.request_id): r for r in results}
+from specmla import NumericsError, SamplingParams
+from tests.verify.scripted import W, make_step, model, run
 
 
 def continuation(params: SamplingParams, drafts: list[int], rule: str, count: int = 8) -> list[int]:
