@@ -78,8 +78,8 @@ class CapturedMetadata:
         """
         part, builder = self._part, self.builder
         if builder.backend.capabilities.query_len_support is QueryLenSupport.SINGLE_ONLY:
-            table = part.block_table.repeat_interleave(self.bucket.query_len, dim=0)
-            part = dataclasses.replace(part, rows=RowTables(part.row_extent, table))
+            each = part.block_table[:, None].expand(-1, self.bucket.query_len, -1)
+            part = dataclasses.replace(part, rows=RowTables(part.row_extent, each.flatten(0, 1)))
         planned = builder.backend.plan(
             part,
             num_heads=builder.num_heads,
