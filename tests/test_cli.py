@@ -81,7 +81,7 @@ def test_draft_pages_are_bounded_by_its_context(checkpoint, capsys):
 def test_info(capsys):
     assert run("info") == 0
     out = capsys.readouterr().out
-    for word in ("torch", "triton", "rows", "reference", "available"):
+    for word in ("torch", "triton", "rows", "reference", "available", "launches: "):
         assert word in out
     if not torch.cuda.is_available():
         assert "  reference: preferred\n    query lengths: varlen" in out

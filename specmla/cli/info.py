@@ -13,6 +13,7 @@ from specmla.backends.select import choose_backend
 from specmla.bench.environment import collect_env
 from specmla.cli.support import HEADER, support_row
 from specmla.errors import require
+from specmla.kernels.raw_launcher import launcher_problems
 
 
 def run_info(json: bool = False) -> int:
@@ -27,6 +28,7 @@ def run_info(json: bool = False) -> int:
     for name, value in collect_env().items():
         if name not in {"argv", "date"} and value is not None:
             console.print(f"{name}: {_flat(value)}", markup=False)
+    console.print(launch_line(), markup=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     need = Requirements(device, dtype, 16, 512, 64, 64)
@@ -47,6 +49,12 @@ def backend_lines(need: Requirements) -> Iterator[str]:
         yield from (f"    because {reason}" for reason in chosen.reasons.get(has.name, ()))
         cells = zip(HEADER[1:], support_row(has)[1:], strict=True)
         yield from (f"    {label}: {cell}" for label, cell in cells)
+
+
+def launch_line() -> str:
+    """Say whether known kernels start directly, or why every launch goes through Triton."""
+    found = launcher_problems()
+    return f"launches: all through Triton ({'; '.join(found)})" if found else "launches: direct"
 
 
 def _flat(value: object) -> str:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.launch import FP_FUSION, describe_device
 from specmla.kernels.pieces import FIELDS
 from specmla.kernels.plan import PiecePlan
@@ -130,6 +131,9 @@ def combine_kernel(
             )
 
 
+COMBINE = DirectKernel(combine_kernel)
+
+
 def combine(out: Tensor, lse: Tensor, plan: PiecePlan) -> None:
     """Merge the plan's partial results into `out` [T, H, C] and `lse` [T, H], where there are any.
 
@@ -144,7 +148,8 @@ def combine(out: Tensor, lse: Tensor, plan: PiecePlan) -> None:
     columns = min(rank, COLUMN_CHUNK)
     most = (plan.merges.shape[0] - 1) * block_m * (rank // columns)
     programs = min(most, describe_device(out.device).num_sms * PROGRAMS_PER_SM)
-    combine_kernel[(programs,)](
+    COMBINE.launch(
+        (programs,),
         plan.partial_out,
         plan.partial_lse,
         plan.merges,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specmla.kernels.direct import DirectKernel
+
 BLOCK_ROWS, BLOCK_COLS = 32, 64
 NUM_WARPS = 4
 
@@ -46,6 +48,9 @@ def gather_kernel(
     tl.store(out_ptr + out_at, found, mask=(rows < num_rows)[:, None] & inside)
 
 
+GATHER = DirectKernel(gather_kernel)
+
+
 def gather_rows(pool: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
     """Read rows [n, A] at `slots` [n] of `pool` [N, G, A]; a slot outside the pool gives zeros.
 
@@ -58,7 +63,8 @@ def gather_rows(pool: Tensor, slots: Tensor, out: Tensor | None = None) -> Tenso
         return out
     grid = (triton.cdiv(num_rows, BLOCK_ROWS), triton.cdiv(width, BLOCK_COLS))
     with torch.cuda.device_of(pool):
-        gather_kernel[grid](
+        GATHER.launch(
+            grid,
             out,
             pool,
             slots.contiguous(),

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.e4m3 import decode_e4m3
 from specmla.kernels.fp8_rows import Fp8Rows
 
@@ -68,6 +69,9 @@ def gather_fp8_kernel(
     tl.store(out_ptr + out_at, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+GATHER_FP8 = DirectKernel(gather_fp8_kernel)
+
+
 def gather_fp8_rows(form: Fp8Rows, pool: Tensor, slots: Tensor, out: Tensor) -> Tensor:
     """Read rows at `slots` [n] of `pool` [N, G, bytes] uint8 into `out` [n, A], contiguous.
 
@@ -78,7 +82,8 @@ def gather_fp8_rows(form: Fp8Rows, pool: Tensor, slots: Tensor, out: Tensor) -> 
         return out
     grid = (triton.cdiv(num_rows, BLOCK_ROWS), triton.cdiv(width, BLOCK_COLS))
     with torch.cuda.device_of(pool):
-        gather_fp8_kernel[grid](
+        GATHER_FP8.launch(
+            grid,
             out,
             pool,
             pool.view(torch.float32) if form.group else None,

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specmla.kernels.direct import DirectKernel
+
 BLOCK_ROWS, BLOCK_COLS = 32, 64
 NUM_WARPS = 4
 STAGING_BYTES = 64 << 20
@@ -97,6 +99,9 @@ def move_kernel(
     tl.store(target[:, None] + cols[None, :], found, mask=mask)
 
 
+MOVE = DirectKernel(move_kernel)
+
+
 def move_rows(table: LayerTable, src_slots: Tensor, dst_slots: Tensor) -> None:
     """Copy rows `src_slots` [n] to `dst_slots` [n] in every layer, reading all before writing any.
 
@@ -137,7 +142,8 @@ def _launch(
         return
     tiles = (triton.cdiv(num_rows, BLOCK_ROWS), triton.cdiv(width, BLOCK_COLS))
     with torch.cuda.device_of(table.first):
-        move_kernel[(*tiles, len(layers))](
+        MOVE.launch(
+            (*tiles, len(layers)),
             table.first,
             staged,
             table.offsets,

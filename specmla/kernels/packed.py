@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.combine import combine
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.fp8_rows import Fp8Rows
 from specmla.kernels.launch import FP_FUSION
 from specmla.kernels.pieces import FIELDS
@@ -28,16 +29,11 @@ from specmla.kernels.prims import (
     block_rows,
     softmax_finish,
     softmax_step,
+    tile_rows,
     visible_keys,
 )
 from specmla.kernels.row_loads import PLAIN, load_latent, load_rope
 from specmla.metadata import VerifyPart
-
-
-@triton.jit
-def tile_rows(index, first_row, num_rows, H: tl.constexpr):
-    """Of packed rows `index` [M]: whether the request has them, their row t of T, their head."""
-    return index < num_rows * H, (first_row + index // H).to(tl.int64), (index % H).to(tl.int64)
 
 
 @triton.jit(
@@ -179,6 +175,9 @@ def packed_kernel(
         tl.store(partial_lse_ptr + row, lse, mask=alive)
 
 
+PACKED = DirectKernel(packed_kernel)
+
+
 def packed_attention(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -208,7 +207,8 @@ def packed_attention(
     if num_rows == 0:
         return out, lse
     entry = plan.entry
-    packed_kernel[(plan.bounds.programs,)](
+    PACKED.launch(
+        (plan.bounds.programs,),
         out,
         lse,
         plan.partial_out,

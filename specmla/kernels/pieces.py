@@ -15,12 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.launch import FP_FUSION
 from specmla.kernels.plan import (
     LEAST_RUN,
     PIECE_FIELDS,
     PIECE_STEPS,
     PiecePlan,
+    lane_options,
     max_waves,
     num_resident,
 )
@@ -210,11 +212,7 @@ def pieces_kernel(
         tl.store(piece_ptr + p * FIELDS, -1, mask=p < num_programs)
 
 
-def lane_options(lanes: int) -> dict[str, int]:
-    """Give the launch options for so many requests, the one of nobody's rows included."""
-    classes, width = 8 if lanes <= 512 else 4, max(1, 256 // lanes)
-    num_warps = 4 if lanes <= 16 else 8 if lanes <= 128 else 16
-    return {"CLASSES": classes, "BLOCK_B": lanes, "WIDTH": width, "num_warps": num_warps}
+PIECES = DirectKernel(pieces_kernel)
 
 
 def fill_plan(plan: PiecePlan, query_start: Tensor | None, seq_lens: Tensor) -> None:
@@ -227,7 +225,8 @@ def fill_plan(plan: PiecePlan, query_start: Tensor | None, seq_lens: Tensor) -> 
     """
     shape, entry = plan.shape, plan.entry
     resident = num_resident(entry, seq_lens.device)
-    pieces_kernel[(1,)](
+    PIECES.launch(
+        (1,),
         query_start,
         seq_lens,
         plan.pieces,

@@ -94,6 +94,13 @@ def max_waves(tiles: int, resident: int) -> int:
     return MAX_WAVES if 2 * tiles > resident else MAX_WAVES - 1
 
 
+def lane_options(lanes: int) -> dict[str, int]:
+    """Give the options of `pieces_kernel` for so many requests, that of nobody's rows included."""
+    classes, width = 8 if lanes <= 512 else 4, max(1, 256 // lanes)
+    num_warps = 4 if lanes <= 16 else 8 if lanes <= 128 else 16
+    return {"CLASSES": classes, "BLOCK_B": lanes, "WIDTH": width, "num_warps": num_warps}
+
+
 def plan_bounds(
     shape: StepShape, entry: LaunchEntry, rule: CutRule, table_keys: int, resident: int
 ) -> PlanBounds:

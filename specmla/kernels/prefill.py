@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.launch import FP_FUSION, LaunchEntry, describe_device, find_entry
 from specmla.kernels.prims import LOG2_E, MAX_FLOOR, softmax_finish, softmax_step
 from specmla.metadata import PrefillPart
@@ -125,6 +126,9 @@ def prefill_kernel(
     tl.store(lse_ptr + t * stride_lse_t + h, lse, mask=alive)
 
 
+PREFILL = DirectKernel(prefill_kernel)
+
+
 def key_parts(width: int) -> tuple[int, int]:
     """Cut a key width into a power of two and a rest (padded to one), both fit for a dot."""
     main = max(MIN_DOT, 1 << (width.bit_length() - 1))
@@ -176,7 +180,8 @@ def prefill_attention(
     if tiles == 0:
         return out, lse
     main, rest = key_parts(width)
-    prefill_kernel[(tiles, num_heads, len(part.query_lens))](
+    PREFILL.launch(
+        (tiles, num_heads, len(part.query_lens)),
         out,
         lse,
         query,

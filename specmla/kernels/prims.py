@@ -25,6 +25,12 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def tile_rows(index, first_row, num_rows, H: tl.constexpr):
+    """Of packed rows `index` [M]: whether the request has them, their row t of T, their head."""
+    return index < num_rows * H, (first_row + index // H).to(tl.int64), (index % H).to(tl.int64)
+
+
+@triton.jit
 def block_pages(table_ptr, start, num_keys, G: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page ids of keys `start .. start + BLOCK_N`, 0 for keys past `num_keys`.
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.combine import combine
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.launch import FP_FUSION
 from specmla.kernels.pieces import FIELDS
 from specmla.kernels.plan import PiecePlan
@@ -120,6 +121,9 @@ def rows_kernel(
         tl.store(partial_lse_ptr + at, lse, mask=alive)
 
 
+ROWS = DirectKernel(rows_kernel)
+
+
 def rows_attention(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -148,7 +152,8 @@ def rows_attention(
     if num_rows == 0:
         return out, lse
     entry = plan.entry
-    rows_kernel[(plan.bounds.programs,)](
+    ROWS.launch(
+        (plan.bounds.programs,),
         out,
         lse,
         plan.partial_out,

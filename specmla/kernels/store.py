@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specmla.kernels.direct import DirectKernel
+
 BLOCK_ROWS, BLOCK_COLS = 32, 64
 # With four, one form (fp16, pages of one token) spills 8 bytes on sm_80.
 NUM_WARPS = 8
@@ -60,6 +62,9 @@ def store_kernel(
     tl.store(pool_ptr + pool_at, tl.load(k_rope_ptr + rope_at, mask=is_rope), mask=is_rope)
 
 
+STORE = DirectKernel(store_kernel)
+
+
 def store_rows(pool: Tensor, kv_latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
     """Write `[kv_latent | k_rope]` rows ([T, C], [T, R]) at `slots` [T] of `pool` [N, G, C + R].
 
@@ -70,7 +75,8 @@ def store_rows(pool: Tensor, kv_latent: Tensor, k_rope: Tensor, slots: Tensor) -
         return
     grid = (triton.cdiv(num_rows, BLOCK_ROWS), triton.cdiv(width, BLOCK_COLS))
     with torch.cuda.device_of(pool):
-        store_kernel[grid](
+        STORE.launch(
+            grid,
             pool,
             kv_latent.detach(),
             k_rope.detach(),

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.e4m3 import clamp_finite, dynamic_scale, encode_e4m3
 from specmla.kernels.fp8_rows import Fp8Rows
 
@@ -77,6 +78,9 @@ def store_fp8_kernel(
     tl.store(pool_ptr + row_at[:, None] + cols[None, :], encode_e4m3(value), mask=inside)
 
 
+STORE_FP8 = DirectKernel(store_fp8_kernel)
+
+
 def store_fp8_rows(
     form: Fp8Rows, pool: Tensor, kv_latent: Tensor, k_rope: Tensor, slots: Tensor
 ) -> None:
@@ -94,7 +98,8 @@ def store_fp8_rows(
     block_rows = max(1, TILE // block)
     grid = (triton.cdiv(num_rows, block_rows), triton.cdiv(form.codes, form.group or block))
     with torch.cuda.device_of(pool):
-        store_fp8_kernel[grid](
+        STORE_FP8.launch(
+            grid,
             pool,
             pool.view(torch.float32) if form.group else None,
             kv_latent.detach(),

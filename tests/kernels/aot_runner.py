@@ -27,8 +27,8 @@ from specmla.kernels import gather, gather_fp8, move, store, store_fp8
 from specmla.kernels.combine import COLUMN_CHUNK, FEW_PIECES, PIECE_CHUNK, combine_kernel
 from specmla.kernels.launch import FP_FUSION, LaunchEntry, launch_table
 from specmla.kernels.packed import packed_kernel
-from specmla.kernels.pieces import lane_options, pieces_kernel
-from specmla.kernels.plan import LEAST_RUN, PIECE_STEPS
+from specmla.kernels.pieces import pieces_kernel
+from specmla.kernels.plan import LEAST_RUN, PIECE_STEPS, lane_options
 from specmla.kernels.prefill import key_parts, prefill_kernel, value_pad
 from specmla.kernels.rows import rows_kernel
 

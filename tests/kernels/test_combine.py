@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from specmla.errors import UnsupportedError
 from specmla.kernels import combine as combine_module
 from specmla.kernels.combine import FEW_PIECES, combine
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.launch import LaunchEntry, find_entry, launch_table
 from specmla.kernels.plan import CutRule, PiecePlan, PlanBounds, StepShape
 
@@ -130,7 +131,7 @@ def test_fixed_pieces_have_one_form_of_merge(
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             return lambda *args, **constants: forms.append(constants)
 
-    monkeypatch.setattr(combine_module, "combine_kernel", Recorder())
+    monkeypatch.setattr(combine_module, "COMBINE", DirectKernel(Recorder()))
     for pieces in (2, 40):
         partials = [t.to(device) for t in random_partials(1, pieces, 32, seed=0)]
         for rule in (BALANCED, FIXED):

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.hopper.bounds import (
     PROGRAM_FIELDS,
     RECORD_FIELDS,
@@ -25,6 +26,7 @@ FIXED_COST = 2
 MERGE_COST = 5
 """Blocks by which whole jobs may exceed cut ones before cutting and merging pays."""
 MIN_BLOCKS = 1
+SCHEDULE = DirectKernel(schedule_kernel)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class HopperPlan:
     Attributes:
         shape: that it was made for.
         program, entry, merge: int32 records, see `schedule.py`.
+        arrivals: [3 * P] int32 in which programs count what they have done.
         partial_out: [slots, 2, 64, 256] float32, two slots an SM, or one for each run of each tile.
         partial_lse: [slots, 64] float32, base 2.
     """
@@ -42,6 +45,7 @@ class HopperPlan:
     program: Tensor
     entry: Tensor
     merge: Tensor
+    arrivals: Tensor
     partial_out: Tensor
     partial_lse: Tensor
 
@@ -63,12 +67,14 @@ def make_plan(part: VerifyPart, num_heads: int, run: int) -> HopperPlan:
         plan = _reserve(shape, device)
     programs = plan.program.shape[0]
     with torch.cuda.device_of(part.seq_lens):
-        schedule_kernel[(1,)](
+        SCHEDULE.launch(
+            (1,),
             part.query_start,
             part.seq_lens,
             plan.program,
             plan.entry,
             plan.merge,
+            plan.arrivals,
             part.block_table,
             part.block_table.stride(0),
             part.num_requests,
@@ -91,12 +97,13 @@ def _reserve(shape: PlanShape, device: torch.device) -> HopperPlan:
     records, partial_out, partial_lse = (
         buffer.empty(device) for buffer in plan_buffers(shape, num_sms)
     )
-    program, entry, merge = records.split(record_sizes(shape, num_sms))
+    program, entry, merge, arrivals = records.split(record_sizes(shape, num_sms))
     return HopperPlan(
         shape,
         program.view(-1, PROGRAM_FIELDS),
         entry.view(-1, RECORD_FIELDS),
         merge.view(-1, RECORD_FIELDS),
+        arrivals,
         partial_out,
         partial_lse,
     )
