@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,10 @@ class BlockConfig:
             section |= {"markov_rank": self.markov_rank, "markov_head_type": "vanilla"}
         if self.confidence_head:
             section |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+        scaling = None
+        if at.rope_scaling is not None:
+            kept = {k: v for k, v in asdict(at.rope_scaling).items() if v is not None}
+            scaling = {"rope_type": "yarn", **kept}
         return {
             "architectures": [self.architecture],
             "model_type": "deepseek_v3",
@@ -135,6 +139,7 @@ class BlockConfig:
             "v_head_dim": at.v_head_dim,
             "attention_bias": at.attention_bias,
             "rope_theta": at.rope_theta,
+            "rope_scaling": scaling,
             "rope_interleave": at.rope_interleave,
             "rms_norm_eps": at.rms_norm_eps,
             "dflash_config": section,
@@ -195,7 +200,6 @@ def _refusals(fields: Mapping[str, Any], names: object, known: list[str]) -> lis
         "confidence_head_with_markov": True,
         "hidden_act": "silu",
         "sliding_window": None,
-        "rope_scaling": None,
     }
     for name, accepted in only.items():
         got = fields.get(name, accepted)

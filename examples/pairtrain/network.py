@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pairtrain.size import ModelSize
+from specmla.config import MLAConfig
 from specmla.models.config import DeepseekConfig
 from specmla.models.deepseek import DeepseekDecoderLayer, DeepseekForCausalLM
 from specmla.models.weights import load_checkpoint, save_checkpoint
@@ -24,7 +25,7 @@ GAIN = 0.5  # of the initial matrices, in units of fan_in ** -0.5
 
 @dataclass(frozen=True)
 class PairAngles:
-    """Rotary angles [S, R / 2] that rotate pairs in place of gathering partners.
+    """Rotary angles [..., R / 2] that rotate pairs in place of gathering partners.
 
     The same rotation as `specmla.rope.RopeAngles`; a gather has a scatter as its gradient, which
     takes longer than the rest of the attention at these widths.
@@ -39,7 +40,7 @@ class PairAngles:
 
     def rotate_query(self, query: Tensor) -> Tensor:
         """Rotate [B, S, H, R]."""
-        return _rotate(query, self.cos[:, None], self.sin[:, None])
+        return _rotate(query, self.cos.unsqueeze(-2), self.sin.unsqueeze(-2))
 
 
 class Network:
@@ -52,7 +53,7 @@ class Network:
 
     def __init__(self, model: DeepseekForCausalLM, compile: bool) -> None:
         self.model = model
-        self._layer = torch.compile(_run_layer, dynamic=False) if compile else _run_layer
+        self._layer = torch.compile(run_layer, dynamic=False) if compile else run_layer
 
     @classmethod
     def create(
@@ -60,7 +61,7 @@ class Network:
     ) -> Network:
         """Build a model of `size` in float32 with initial weights that depend on `seed` only."""
         model = DeepseekForCausalLM(size.config(vocab_size))
-        _initialise(model, torch.Generator().manual_seed(seed))
+        initialise(model, model.config.num_layers, torch.Generator().manual_seed(seed))
         return cls(model.to(device), compile)
 
     @classmethod
@@ -87,13 +88,10 @@ class Network:
     def hidden(self, tokens: Tensor) -> Tensor:
         """Map [B, S] int64 to [B, S, D] after the final norm."""
         decoder, dims = self.model.model, self.config.attention
-        steps = torch.arange(0, dims.qk_rope_head_dim, 2, device=tokens.device)
-        frequency = dims.rope_theta ** (-steps.double() / dims.qk_rope_head_dim)
-        angle = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * frequency
-        cos, sin = angle.cos().float(), angle.sin().float()
+        angles = pair_angles(dims, torch.arange(tokens.shape[1], device=tokens.device))
         x = decoder.embed_tokens(tokens)
         for layer in decoder.layers:
-            x = self._layer(cast("DeepseekDecoderLayer", layer), x, cos, sin)
+            x = self._layer(cast("DeepseekDecoderLayer", layer), x, angles.cos, angles.sin)
         normed: Tensor = decoder.norm(x)
         return normed
 
@@ -108,7 +106,16 @@ class Network:
         save_checkpoint(copy.deepcopy(self.model).to(torch.bfloat16), folder)
 
 
-def _run_layer(layer: DeepseekDecoderLayer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def pair_angles(dims: MLAConfig, positions: Tensor) -> PairAngles:
+    """Give the angles at `positions` [...]; plain rotary positions of interleaved pairs only."""
+    steps = torch.arange(0, dims.qk_rope_head_dim, 2, device=positions.device)
+    frequency = dims.rope_theta ** (-steps.double() / dims.qk_rope_head_dim)
+    angle = positions.unsqueeze(-1) * frequency
+    return PairAngles(angle.cos().float(), angle.sin().float())
+
+
+def run_layer(layer: DeepseekDecoderLayer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Run whole sequences [B, S, D] through a layer, on tensors alone so that it compiles."""
     return layer.forward_full(x, cast("RopeAngles", PairAngles(cos, sin)))
 
 
@@ -119,7 +126,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _initialise(model: DeepseekForCausalLM, generator: torch.Generator) -> None:
+def initialise(model: nn.Module, num_layers: int, generator: torch.Generator) -> None:
     """Draw matrices of std GAIN / sqrt(fan_in); those that write to the residual are smaller.
 
     The last ones are divided by sqrt(2 layers), so that the stream's variance does not grow
@@ -131,5 +138,5 @@ def _initialise(model: DeepseekForCausalLM, generator: torch.Generator) -> None:
         elif isinstance(module, nn.Linear):
             std = GAIN / math.sqrt(module.in_features)
             if name.endswith(("o_proj", "down_proj")):
-                std /= math.sqrt(2 * model.config.num_layers)
+                std /= math.sqrt(2 * num_layers)
             module.weight.normal_(0.0, std, generator=generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,10 +41,12 @@ def _first_bytes(texts: Sequence[str], max_bytes: int) -> Iterator[str]:
         yield text
 
 
-def encode_files(tokenizer: Tokenizer, texts: Sequence[str]) -> NDArray[np.int16]:
-    """Encode all `texts` into one array [n] int16, an end-of-text id after each."""
-    parts: list[NDArray[np.int16]] = []
+def encode_files(
+    tokenizer: Tokenizer, texts: Sequence[str], dtype: type[np.signedinteger[Any]] = np.int16
+) -> NDArray[np.signedinteger[Any]]:
+    """Encode all `texts` into one array [n], an end-of-text id after each."""
+    parts: list[NDArray[np.signedinteger[Any]]] = []
     for start in range(0, len(texts), ENCODE_BATCH):
         for encoding in tokenizer.encode_batch_fast(texts[start : start + ENCODE_BATCH]):
-            parts.append(np.array([*encoding.ids, END_OF_TEXT_ID], dtype=np.int16))
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int16)
+            parts.append(np.array([*encoding.ids, END_OF_TEXT_ID], dtype=dtype))
+    return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)

@@ -42,6 +42,10 @@ class StateCollector:
         if layer in self.layers:
             self._kept[layer] = hidden
 
+    def __getitem__(self, layer: int) -> Tensor:
+        """Give the state of one layer, [..., D]."""
+        return self._kept[layer]
+
     def joined(self) -> Tensor:
         """Give [..., m * D], the m states of each row side by side, in new memory if m > 1."""
         kept = [self._kept[layer] for layer in self.layers]

@@ -3,22 +3,44 @@ accepted before it."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from random import Random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from drafters import DFlashDrafter, DSparkDrafter, MTPDrafter
-from specmla import DeepseekForCausalLM, SamplingParams, generate
+from drafters import (
+    DFlashDrafter,
+    DSparkDrafter,
+    MTPDrafter,
+    load_block_model,
+    save_block_model,
+)
+from specmla import (
+    FINAL,
+    ArgumentError,
+    CheckpointError,
+    DeepseekForCausalLM,
+    SamplingParams,
+    YarnScaling,
+    generate,
+    load_checkpoint,
+    load_mtp,
+    save_checkpoint,
+    save_part,
+)
 from tests.drafters.networks import (
     VOCAB,
     block_logits,
     mtp_logits,
+    target_states,
     tiny_block,
     tiny_mtp,
     tiny_target,
 )
-from tests.e2e.conftest import make_step, prompts, run
+from tests.e2e.conftest import ScriptedDrafter, make_step, prompts, run
 
 KINDS = ("mtp", "dflash", "dspark")
 
@@ -221,3 +243,99 @@ def test_dspark_ends_a_block_before_the_product_of_confidences_falls_below(targe
     assert kept.any()
     assert not kept.all()
     assert torch.equal(cut.tokens, full.tokens.masked_fill(~kept, -1))
+
+
+def test_dspark_configs_survive_their_files(target, tmp_path):
+    attention = dataclasses.replace(
+        target.config.attention, rope_scaling=YarnScaling(4.0, 64), q_lora_rank=8
+    )
+    for kind in ("dflash", "dspark"):
+        draft = tiny_block(target, kind, attention=attention)
+        save_block_model(draft, tmp_path / kind)
+        loaded = load_block_model(tmp_path / kind, target)
+        assert loaded.config == draft.config
+        for name, value in draft.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], value)
+
+
+def test_what_a_block_checkpoint_is_not_served_for_is_named(target, tmp_path):
+    save_block_model(tiny_block(target, "dspark"), tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["architectures"] = ["DominoDraftModel"]
+    config["dflash_config"] |= {"attention_mode": "gqa", "markov_head_type": "rnn"}
+    del config["dflash_config"]["block_size"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        load_block_model(tmp_path, target)
+    for text in ("DominoDraftModel", "'gqa'", "'rnn'", "block_size is missing"):
+        assert text in str(caught.value)
+    other = tiny_target(layers=2)
+    save_block_model(tiny_block(target, "dspark"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"target_layer_ids has \[2\]"):
+        load_block_model(tmp_path, other)
+
+
+def test_mtp_loads_from_a_whole_checkpoint_and_from_its_own_folder(target, tmp_path):
+    module, prefix = tiny_mtp(target), f"model.layers.{target.config.num_layers}."
+    save_part(module, tmp_path / "own", target.config.to_hf(), prefix)
+    save_checkpoint(target, tmp_path / "whole")
+    tensors = load_file(tmp_path / "whole" / "model.safetensors")
+    tensors |= {prefix + name: value for name, value in module.state_dict().items()}
+    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 0
+    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"] + 0
+    save_file(tensors, tmp_path / "whole" / "model.safetensors")
+    for folder in ("own", "whole"):
+        loaded = load_mtp(tmp_path / folder, target)
+        for name, value in module.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], value)
+    assert load_checkpoint(tmp_path / "whole")[0].state_dict().keys() == target.state_dict().keys()
+    del tensors[f"{prefix}eh_proj.weight"]
+    save_file(tensors, tmp_path / "whole" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.3\.eh_proj\.weight"):
+        load_mtp(tmp_path / "whole", target)
+
+
+def test_an_mtp_drafter_needs_its_layer_of_the_pool(target):
+    with pytest.raises(ArgumentError, match="num_draft_layers=1"):
+        MTPDrafter(target, tiny_mtp(target), make_step(target))
+
+
+def test_drafters_that_ask_for_nothing_get_nothing(target):
+    class Plain(ScriptedDrafter):
+        def observe(self, results, hidden=None):
+            assert hidden is None
+            super().observe(results)
+
+    run(target, prompts(2), Plain(lambda tokens, count: [1] * count))
+
+
+@pytest.mark.parametrize("layers", [(FINAL,), (2, 0, FINAL)])
+def test_states_are_those_of_the_committed_rows(target, layers):
+    """Of prompts, of anchors and of accepted drafts, none of what was rejected."""
+    batch = prompts(6)
+    plain, _ = run(target, batch)
+    whole = {name: [*given, *plain[name]] for name, (given, _) in batch.items()}
+    wanted = {name: target_states(target, tokens, layers) for name, tokens in whole.items()}
+    seen = dict.fromkeys(batch, 0)
+
+    class Watching(ScriptedDrafter):
+        hidden_layers = layers
+
+        def observe(self, results, hidden=None):
+            parts = hidden.states.split(list(hidden.counts))
+            for result, start, states in zip(results, hidden.starts, parts, strict=True):
+                name = result.request_id
+                assert start == seen[name]
+                seen[name] += len(states)
+                torch.testing.assert_close(
+                    states, wanted[name][start : seen[name]], atol=1e-4, rtol=1e-3
+                )
+
+    def script(tokens, count):
+        known = next(w for w in whole.values() if w[: len(tokens)] == tokens)[len(tokens) :]
+        right = len(tokens) % 5
+        return [*known[:right], *[0] * count][:count]
+
+    run(target, batch, Watching(script))
+    assert seen == {name: len(tokens) - 1 for name, tokens in whole.items()}
