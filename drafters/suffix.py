@@ -55,7 +55,7 @@ class SuffixDrafter:
         max_spec_factor, max_spec_offset: at most factor * match + offset tokens are proposed.
         min_token_prob: least chance of a proposed token, by the counts.
         max_cached_tokens: of finished outputs that are kept for other requests, oldest dropped
-            first; about 0.5 KB each. 0 keeps none.
+            first; about 0.4 KB each. 0 keeps none.
 
     Raises:
         ArgumentError: lists every argument out of its range.
@@ -140,7 +140,7 @@ class SuffixDrafter:
         self, index: SuffixIndex, places: list[int], most: int, r: DraftRequest
     ) -> _Candidates:
         """Take the likeliest nodes below a match: of a tree all, of a chain one a level."""
-        budget = min(most, max(r.num_nodes, r.num_drafts) if self.tree else r.num_drafts)
+        budget = min(most, (r.num_nodes or r.num_drafts) if self.tree else r.num_drafts)
         tokens: list[int] = []
         parents: list[int] = []
         score, order = 0.0, 0  # `order` breaks ties in favour of what was found first
