@@ -10,7 +10,7 @@ from tests.e2e.conftest import VOCAB, make_step, prompts, run
 
 
 def taught(plain: dict[str, list[int]], **options) -> SuffixDrafter:
-    """Give a drafter that knows the right outputs, and before them two that differ here and there."""
+    """Give a drafter that knows the right outputs, but first two that differ now and then."""
     drafter = SuffixDrafter(VOCAB, **options)
     for name, (prompt, _) in prompts(6).items():
         for version in (1, 2, 0):
@@ -40,7 +40,9 @@ def test_trees_beat_chains_where_the_past_is_divided(model) -> None:
     plain, _ = run(model, batch)
     steps = {}
     for tree in (False, True):
-        tokens, history = run(model, batch, taught(plain, tree=tree, max_spec_factor=4.0), 12)
+        tokens, history = run(
+            model, batch, taught(plain, tree=tree, longest_match=2, max_spec_factor=8.0), 12
+        )
         assert tokens == plain
         steps[tree] = sum(map(len, history))
         assert any(r.path for results in history for r in results) == tree
