@@ -48,6 +48,8 @@ class BlockTrainee:
         self._config, self._target, self._row_loss = config, target, row_loss
         self.module = BlockDraftModel(config)
         initialise(self.module, config.num_layers, torch.Generator().manual_seed(seed))
+        # So scaled, the first logits deviate by about 1, whatever the head's.
+        torch.nn.init.constant_(self.module.norm.weight, 1 / float(target.head.norm(dim=1).mean()))
         if config.markov_rank:
             torch.nn.init.normal_(self.module.markov_head.markov_w1.weight, std=0.1)
             torch.nn.init.zeros_(self.module.markov_head.markov_w2.weight)
