@@ -10,6 +10,11 @@ from specmla.backends.fixed_heads import FixedHeads
 from specmla.backends.select import Selection, choose_backend, get_backend, select_backend
 from specmla.batch_split import BatchRules
 from specmla.bucket import Bucket
+from specmla.budget.base import Budget, BudgetRequest
+from specmla.budget.batch_table import BatchTableBudget
+from specmla.budget.fixed import FixedBudget
+from specmla.budget.gate import Gate, StopRule, SurvivalThreshold, ThroughputStop
+from specmla.budget.history import HistoryBudget
 from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
 from specmla.cache.formats import CacheFormat, cache_format
@@ -54,6 +59,7 @@ from specmla.verify.captured import CapturedStep
 from specmla.verify.captured_buckets import doubling_buckets
 from specmla.verify.draw import sample
 from specmla.verify.hidden import committed_rows
+from specmla.verify.processors.constraint import TokenConstraint
 from specmla.verify.proposal import (
     Drafter,
     DraftProposal,
@@ -61,8 +67,12 @@ from specmla.verify.proposal import (
     HiddenRows,
     RequestResult,
 )
+from specmla.verify.rules.lossy_relaxed import LossyRelaxed
+from specmla.verify.rules.lossy_typical import LossyTypical
+from specmla.verify.rules.terms import Ending, Rule, RuleTerms
 from specmla.verify.sampling import SamplingBatch, SamplingParams, processed_probs
 from specmla.verify.sampling_cache import SamplingCache
+from specmla.verify.sparse import SparseProbs
 from specmla.verify.stats import AcceptanceStats
 from specmla.verify.step import VerifyStep
 from specmla.verify.streams import Stream, uniforms
@@ -79,8 +89,11 @@ __all__ = [
     "AttentionBackend",
     "AttentionOutput",
     "BatchRules",
+    "BatchTableBudget",
     "BlockManager",
     "Bucket",
+    "Budget",
+    "BudgetRequest",
     "BusyError",
     "CacheFormat",
     "CacheLayout",
@@ -94,10 +107,16 @@ __all__ = [
     "DraftProposal",
     "DraftRequest",
     "Drafter",
+    "Ending",
+    "FixedBudget",
     "FixedHeads",
+    "Gate",
     "HiddenRows",
+    "HistoryBudget",
     "IntegrityError",
     "LatentCache",
+    "LossyRelaxed",
+    "LossyTypical",
     "MLAAttention",
     "MLAConfig",
     "MTPModule",
@@ -115,14 +134,21 @@ __all__ = [
     "Requirements",
     "RopeAngles",
     "RotaryEmbedding",
+    "Rule",
+    "RuleTerms",
     "SamplingBatch",
     "SamplingCache",
     "SamplingParams",
     "Selection",
+    "SparseProbs",
     "SpecMLAError",
     "StateCollector",
     "StepMetadata",
+    "StopRule",
     "Stream",
+    "SurvivalThreshold",
+    "ThroughputStop",
+    "TokenConstraint",
     "UnsupportedError",
     "VerifyPart",
     "VerifyStep",

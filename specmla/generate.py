@@ -11,6 +11,8 @@ from specmla.backends.base import AttentionBackend, Requirements
 from specmla.backends.select import select_backend
 from specmla.batch_split import BatchRules
 from specmla.bucket import Bucket
+from specmla.budget.base import Budget, BudgetRequest
+from specmla.budget.fixed import FixedBudget
 from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
@@ -23,7 +25,7 @@ from specmla.verify.captured import CapturedStep
 from specmla.verify.captured_buckets import doubling_buckets
 from specmla.verify.hidden import committed_rows
 from specmla.verify.plan import StepPlan
-from specmla.verify.proposal import Drafter, RequestResult
+from specmla.verify.proposal import Drafter, DraftRequest, RequestResult
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.step import VerifyStep
 from specmla.workspace import PrefillWorkspace, workspace_rows
@@ -125,7 +127,7 @@ def generate(
     step: VerifyStep,
     prompts: Mapping[Hashable, Prompt],
     drafter: Drafter | None = None,
-    num_speculative_tokens: int | Mapping[Hashable, int] = 4,
+    num_speculative_tokens: int | Mapping[Hashable, int] | Budget = 4,
     graphs: bool | Sequence[Bucket] = False,
 ) -> Iterator[list[RequestResult]]:
     """Continue all prompts together, one list of results per step, until every one has finished.
@@ -138,7 +140,8 @@ def generate(
         step: made by `build_step` for it.
         prompts: tokens and parameters by request name.
         drafter: proposes tokens.
-        num_speculative_tokens: K for all requests, or by request (absent: 0).
+        num_speculative_tokens: K for all requests, or by request (absent: 0), or a budget that
+            chooses it before each step.
         graphs: capture verifies as CUDA graphs first, in these buckets, or in `doubling_buckets`
             up to the prompts' number and K if True; prompts, trees and penalties run as they do
             without. On a CPU the same buffers are used, without graphs.
@@ -158,7 +161,7 @@ def generate(
             step.add(request_id, tokens, sampling)
             running.append(request_id)
         while running:
-            wanted = step.draft_requests(num_speculative_tokens, running) if drafter else []
+            wanted = draft_requests(step, num_speculative_tokens, running) if drafter else []
             verdict = runner.run(drafter.propose(wanted) if drafter and wanted else None, running)
             results = step.commit(verdict.plan, verdict)
             ended = [r.request_id for r in results if r.finish_reason]
@@ -167,14 +170,42 @@ def generate(
                 states = runner.states
                 rows = None if states is None else committed_rows(verdict.plan, results, states)
                 drafter.observe(results, rows)
-                for name in ended:
-                    drafter.reset(name)
+                if isinstance(num_speculative_tokens, Budget):
+                    num_speculative_tokens.observe(results)
+                _reset(ended, drafter, num_speculative_tokens)
             yield results
     finally:  # an error, or a caller that stops early, leaves no request and no page behind
         step.drop(running)
+        _reset(running, drafter, num_speculative_tokens)
+
+
+def draft_requests(
+    step: VerifyStep,
+    num_drafts: int | Mapping[Hashable, int] | Budget,
+    request_ids: Sequence[Hashable],
+) -> list[DraftRequest]:
+    """Give what a drafter may draft for, as `VerifyStep.draft_requests`, and let a budget choose K.
+
+    The budget sees names and lengths: no draft of the coming step exists yet.
+    """
+    if not isinstance(num_drafts, Budget):
+        return step.draft_requests(num_drafts, request_ids)
+    most = step.draft_requests(num_drafts.max_drafts, request_ids)
+    asked = [BudgetRequest(r.request_id, len(r.tokens), r.num_drafts) for r in most]
+    chosen = zip(most, num_drafts.counts(asked), strict=True)
+    return [
+        r._replace(num_drafts=min(n, r.num_drafts), num_nodes=min(n, r.num_nodes))
+        for r, n in chosen
+    ]
+
+
+def _reset(names: Sequence[Hashable], drafter: Drafter | None, budget: object) -> None:
+    """Let drafter and budget forget requests."""
+    for name in names:
         if drafter:
-            for name in running:
-                drafter.reset(name)
+            drafter.reset(name)
+        if isinstance(budget, Budget):
+            budget.reset(name)
 
 
 def _make_runner(
@@ -182,7 +213,7 @@ def _make_runner(
     step: VerifyStep,
     prompts: Mapping[Hashable, Prompt],
     drafter: Drafter | None,
-    num_drafts: int | Mapping[Hashable, int],
+    num_drafts: int | Mapping[Hashable, int] | Budget,
     graphs: bool | Sequence[Bucket],
 ) -> CapturedStep:
     """Capture the steps of a run, or nothing: without buckets every step is eager."""
@@ -198,8 +229,8 @@ def _make_runner(
         return CapturedStep(step, forward, (), eager=True)
     if model.config.moe is not None and step.builder.device.type == "cuda":
         raise UnsupportedError("graphs", ["DeepseekMoE reads back which experts were hit"])
-    counts = list(num_drafts.values()) if isinstance(num_drafts, Mapping) else [num_drafts]
-    most = max(counts, default=0) if drafter else 0
+    budget = num_drafts if isinstance(num_drafts, Budget) else FixedBudget(num_drafts)
+    most = budget.max_drafts if drafter else 0
     buckets = doubling_buckets(len(prompts), 1 + most) if graphs is True else list(graphs)
     return CapturedStep(
         step,

@@ -1,0 +1,52 @@
+"""How many tokens to draft for each request, chosen before any of them is drawn.
+
+Acceptance is lossless only if whether a draft is verified does not depend on that draft. A budget
+that looks at the drafted tokens, or at confidences that were computed from them, biases the output:
+with p = (0.7, 0.3) and q = (0.5, 0.5), verifying a draft where it is the first token and dropping
+it where it is the second gives the first one with 0.85. So a `Budget` is asked before the drafter
+runs and is told of committed tokens only, and a `Gate` decides about a place before it lets that
+place be drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from specmla.verify.proposal import RequestResult
+
+
+class BudgetRequest(NamedTuple):
+    """A request that may be drafted for.
+
+    Attributes:
+        request_id: the engine's name of it.
+        num_tokens: committed tokens.
+        limit: most drafts worth verifying, of `max_tokens` and the context.
+    """
+
+    request_id: Hashable
+    num_tokens: int
+    limit: int
+
+
+@runtime_checkable
+class Budget(Protocol):
+    """Chooses K of each request from what was committed before this step."""
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of any request in any step."""
+        ...
+
+    def counts(self, requests: Sequence[BudgetRequest]) -> list[int]:
+        """Give the drafts of each request of the coming step, 0 or more, in order."""
+        ...
+
+    def observe(self, results: Sequence[RequestResult]) -> None:
+        """Learn what the last step accepted."""
+        ...
+
+    def reset(self, request_id: Hashable) -> None:
+        """Forget a request that has ended; unknown names are ignored."""
+        ...
