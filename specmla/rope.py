@@ -29,6 +29,7 @@ class RopeAngles:
         cos, sin: [..., R], float32 (float64 for float64 models), YaRN's factor included.
         cos_heads, sin_heads: the same as [..., 1, R], made once so that no layer does.
         partner: [R] int64, index of the other value of each pair.
+        interleaved: pairs are (2i, 2i + 1), else (i, i + R / 2): what `partner` says.
     """
 
     cos: Tensor
@@ -36,6 +37,7 @@ class RopeAngles:
     cos_heads: Tensor
     sin_heads: Tensor
     partner: Tensor
+    interleaved: bool = True
 
     def rotate_key(self, key: Tensor) -> Tensor:
         """Rotate `[..., R]`, one row a position; the result has the dtype of `key`."""
@@ -71,7 +73,7 @@ class RotaryEmbedding:
         pair = positions.unsqueeze(-1) * inv_freq
         cos, sin = (pair.cos() * self._factor).to(wide), (pair.sin() * self._factor).to(wide)
         sin = sin * sign.to(wide)
-        return RopeAngles(cos, sin, cos.unsqueeze(-2), sin.unsqueeze(-2), partner)
+        return RopeAngles(cos, sin, cos.unsqueeze(-2), sin.unsqueeze(-2), partner, self._interleave)
 
     def _constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Frequency, sign and partner of each of the R values, copied to a device once."""

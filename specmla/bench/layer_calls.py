@@ -9,13 +9,15 @@ from torch import Tensor
 
 from specmla.backends.base import AttentionBackend
 from specmla.cache.latent import LatentCache
+from specmla.cache.projected import store_projected
 from specmla.config import MLAConfig
-from specmla.layer import MLAAttention
+from specmla.layer import LATENT_NORM_EPS, MLAAttention
 from specmla.metadata import StepMetadata, VerifyPart
 from specmla.rope import RopeAngles, RotaryEmbedding
 
 PARTS = ("store", "absorb", "attend", "lift")
-WHOLE = ("four", "layer")
+WHOLE = ("row", "fused", "four", "layer")
+"""row: norm, rotation and store of the projected rows; fused: the same by `store_projected`."""
 
 
 class LayerCalls(NamedTuple):
@@ -24,7 +26,7 @@ class LayerCalls(NamedTuple):
     Attributes:
         backend, metadata: of the step; verify rows alone.
         q_nope: [T, H, P], a slice of [T, H, P + R]. q_latent: [T, H, C]. q_rope: [T, H, R].
-        kv_latent: [T, C]. k_rope: [T, R]. latent: [T, H, C]. hidden: [T, D].
+        projected: [T, C + R], a row as projected or as cached. latent: [T, H, C]. hidden: [T, D].
         angles: of the step's positions.
     """
 
@@ -33,8 +35,7 @@ class LayerCalls(NamedTuple):
     q_nope: Tensor
     q_latent: Tensor
     q_rope: Tensor
-    kv_latent: Tensor
-    k_rope: Tensor
+    projected: Tensor
     latent: Tensor
     hidden: Tensor
     angles: RopeAngles
@@ -52,16 +53,13 @@ class LayerCalls(NamedTuple):
         rows = metadata.num_rows
         shape = (rows, dims.num_heads)
         q_nope = _normal(q_latent, *shape, dims.qk_head_dim)[..., : dims.qk_nope_head_dim]
-        widths = (dims.kv_lora_rank, dims.qk_rope_head_dim)
-        kv_latent, k_rope = _normal(q_latent, rows, dims.cache_width).split(widths, dim=-1)
         return cls(
             backend,
             metadata,
             q_nope,
             q_latent,
             q_rope,
-            kv_latent,
-            k_rope,
+            _normal(q_latent, rows, dims.cache_width),
             _normal(q_latent, *shape, dims.kv_lora_rank),
             _normal(q_latent, rows, dims.hidden_size),
             RotaryEmbedding(dims).at(metadata.positions, q_latent.dtype),
@@ -75,7 +73,21 @@ class LayerCalls(NamedTuple):
 
     def store(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
         """Write the new rows."""
-        return cache.store(0, self.kv_latent, self.k_rope, self.metadata.slot_mapping)
+        return cache.store(0, *self._halves(layer), self.metadata.slot_mapping)
+
+    def row(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
+        """Norm, rotate and write the new rows, a step after another."""
+        latent, key = self._halves(layer)
+        normed = layer.kv_a_layernorm(latent)
+        turned = self.angles.rotate_key(key)
+        return cache.store(0, normed, turned, self.metadata.slot_mapping)
+
+    def fused(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
+        """Do what `row` does, in one kernel on a GPU."""
+        weight, slots = layer.kv_a_layernorm.weight, self.metadata.slot_mapping
+        return store_projected(
+            cache, 0, self.projected, weight, self.angles, slots, eps=LATENT_NORM_EPS
+        )
 
     def absorb(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
         """Multiply the queries by W_UK."""
@@ -99,6 +111,10 @@ class LayerCalls(NamedTuple):
         """Run the module, projections and output included."""
         out: Tensor = layer(self.hidden, self.angles, cache, 0, self.metadata, self.backend)
         return out
+
+    def _halves(self, layer: MLAAttention) -> tuple[Tensor, ...]:
+        dims = layer.config
+        return self.projected.split((dims.kv_lora_rank, dims.qk_rope_head_dim), dim=-1)
 
     def _attend(self, q_latent: Tensor, layer: MLAAttention, cache: LatentCache) -> Tensor:
         got = self.backend.forward_mqa(

@@ -28,15 +28,15 @@ def test_the_command_writes_every_part(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(words) == 0
     content = json.loads(file.read_text())
     assert content["env"]["argv"] == words
-    parts = ["store", "absorb", "attend", "lift", "four", "layer", "sum"]
+    parts = ["store", "absorb", "attend", "lift", "row", "fused", "four", "layer", "sum"]
     assert [r["part"] for r in content["rows"]] == parts * 2
-    assert [r["batch"] for r in content["rows"]] == ["2q3s40"] * 7 + ["1q1s17"] * 7
+    assert [r["batch"] for r in content["rows"]] == ["2q3s40"] * 9 + ["1q1s17"] * 9
     for row in content["rows"]:
         assert row["eager_us"] > 0
         assert row["captured_us"] is None, "there is no graph on a CPU"
         assert row["rel_err"] < 1e-5
     total = sum(r["eager_us"] for r in content["rows"][:4])
-    assert content["rows"][6]["eager_us"] == pytest.approx(total)
+    assert content["rows"][8]["eager_us"] == pytest.approx(total)
     assert "absorb" in capsys.readouterr().out
 
 
@@ -82,14 +82,19 @@ def test_the_parts_are_those_of_the_layer() -> None:
     metadata = builder.build(case.requests)
     calls = LayerCalls.make(dims, backend, metadata, case.q_latent, case.q_rope)
     with torch.no_grad():
-        q_nope, q_rope, kv_latent, k_rope = layer._project(calls.hidden, calls.angles)
-        calls = calls._replace(q_nope=q_nope, q_rope=q_rope, kv_latent=kv_latent, k_rope=k_rope)
+        q_nope, q_rope, *halves = layer._project(calls.hidden, calls.angles)
+        calls = calls._replace(q_nope=q_nope, q_rope=q_rope, projected=torch.cat(halves, dim=-1))
         pools = [LatentCache.from_pool([case.latent_cache.clone()]) for _ in range(2)]
         attended = layer.attend(calls.hidden, calls.angles, pools[0], 0, metadata, backend)
         assert torch.equal(calls.four(layer, pools[1]), attended)
         assert torch.equal(calls.layer(layer, pools[1]), layer.o_proj(attended))
-    bits = [pool.layer(0).view(torch.int32) for pool in pools]
-    assert torch.equal(*bits)
+        assert torch.equal(*(pool.layer(0).view(torch.int32) for pool in pools))
+        calls = calls._replace(projected=layer.kv_a_proj_with_mqa(calls.hidden))
+        for name in ("row", "fused"):
+            pools[1].layer(0).zero_()
+            getattr(calls, name)(layer, pools[1])
+            true, stored = (pool.gather(0, metadata.slot_mapping) for pool in pools)
+            assert torch.allclose(stored, true, rtol=1e-6, atol=1e-6)
 
 
 def test_a_bad_batch_costs_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from specmla.cache import LatentCache
+from specmla.cache.projected import store_projected
+from specmla.config import MLAConfig
+from specmla.rope import RotaryEmbedding
+from specmla.testing import assert_within_budget
 
 pytestmark = pytest.mark.gpu
 
@@ -180,3 +184,41 @@ def test_captured_operations_follow_the_slots_of_the_replay() -> None:
             assert torch.equal(cache.layer(i).reshape(-1, A), expected)
         read = torch.where((targets >= 0)[:, None], expected[targets.clamp(min=0)], 0)
         assert torch.equal(out, read)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_projected_rows_are_as_good_as_those_of_three_steps(dtype: torch.dtype) -> None:
+    """DeepSeek's dims; nothing waits, and a captured one follows rows and slots."""
+    config = MLAConfig(
+        hidden_size=64, num_heads=1, kv_lora_rank=C, qk_nope_head_dim=8, qk_rope_head_dim=R,
+        v_head_dim=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    count, eps = 300, 1e-6
+    rows = torch.randn(count, A, device="cuda").to(dtype)
+    weight = (1 + 0.3 * torch.randn(C, device="cuda")).to(dtype)
+    angles = RotaryEmbedding(config).at(torch.arange(count, device="cuda") * 331, dtype)
+    slots = torch.randperm(16 * G, device="cuda")[:count]
+    slots[::7] = -1
+    caches = [LatentCache(1, 16, G, A, dtype, "cuda", impl) for impl in ("torch", "triton")]
+    for cache in caches:
+        cache.layer(0).zero_()
+        store_projected(cache, 0, rows, weight, angles, slots, eps=eps)
+    kept, wide = slots[slots >= 0], rows.double()
+    norm = wide[:, :C] / (wide[:, :C].square().mean(-1, keepdim=True) + eps).sqrt()
+    key = wide[:, C:]
+    turned = key * angles.cos.double() + key[:, angles.partner] * angles.sin.double()
+    exact = torch.cat([weight.double() * norm, turned], dim=-1)[slots >= 0]
+    plain, ours = (cache.gather(0, kept) for cache in caches)
+    assert_within_budget(ours, exact, plain)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        store_projected(caches[1], 0, rows, weight, angles, slots, eps=eps)
+    slots.copy_(slots.flip(0))
+    caches[1].layer(0).zero_()
+    graph.replay()
+    eager = LatentCache(1, 16, G, A, dtype, "cuda")
+    eager.layer(0).zero_()
+    store_projected(eager, 0, rows, weight, angles, slots, eps=eps)
+    assert torch.equal(caches[1].layer(0), eager.layer(0))
