@@ -20,6 +20,7 @@ class HostTables:
     def __init__(self, page_size: int, mask: DraftMask) -> None:
         self.page_size, self.mask = page_size, mask
         self.arrays: dict[str, array[int]] = {}
+        self._ids = bytearray()  # of the block table's used cells
 
     def add_rows(self, requests: Sequence[RequestRows]) -> None:
         """Add positions and slots of the new rows; a tree node stands at prefix + depth."""
@@ -40,7 +41,13 @@ class HostTables:
             return
         query_lens = [r.query_len for r in requests]
         seq_lens = [r.seq_len for r in requests]
-        extents = map(row_extents, repeat(self.mask), query_lens, seq_lens)
+        extents: Iterable[Iterable[int]]
+        if self.mask is DraftMask.CAUSAL:
+            # What `row_extents` gives for the rows of a checked request, none before its start.
+            firsts = [end - rows + 1 for end, rows in zip(seq_lens, query_lens, strict=True)]
+            extents = map(range, firsts, [end + 1 for end in seq_lens])
+        else:
+            extents = map(row_extents, repeat(self.mask), query_lens, seq_lens)
         self.arrays |= {
             "table": self._block_table(requests),
             "extent": array("i", chain.from_iterable(extents)),
@@ -73,13 +80,10 @@ class HostTables:
 
     def has_pages_below(self, num_pages: int) -> bool:
         """Check all ids of the block table at once: one by one they would cost the step most."""
-        table = self.arrays.get("table")
-        if not table:
+        if not self._ids:
             return True
-        ids = torch.frombuffer(table, dtype=torch.int32)
-        low, high = (int(x) for x in ids.aminmax())
-        # Below 0 are unused cells only.
-        return high < num_pages and (low >= 0 or int((ids < 0).sum()) == self._num_unused)
+        low, high = torch.frombuffer(self._ids, dtype=torch.int32).aminmax()
+        return int(low) >= 0 and int(high) < num_pages
 
     def send(self, device: torch.device, along: Mapping[str, array[int]]) -> dict[str, Tensor]:
         """Send everything in one copy, and `along`, whose names come back as "along.NAME"."""
@@ -93,12 +97,16 @@ class HostTables:
         page, table = self.page_size, array("i")
         used = [-(-r.seq_len // page) for r in requests]
         self._width = width = max([1, *used])
-        self._num_unused = width * len(used) - sum(used)
-        unused = array("i", [-1]) * width
+        unused, cells, ids = array("i", [-1]) * width, [], []
         for r, count in zip(requests, used, strict=True):
-            table.extend(r.block_ids[:count])
-            if count < width:
-                table.extend(unused[count:])
+            pages = r.block_ids[:count]
+            if type(pages) is not array or pages.typecode != "i":
+                pages = array("i", pages)
+            ids.append(pages)
+            cells += pages, unused[count:]
+        self._ids = bytearray().join(ids)
+        # Array by array they would be added number by number.
+        table.frombytes(b"".join(cells))
         return table
 
     def slots(

@@ -86,11 +86,12 @@ class BlockManager:
 
     def length(self, request_id: Hashable) -> int:
         """Committed tokens in the cache."""
-        return len(self._sequence(request_id).tokens)
+        sequence = self._sequences.get(request_id)
+        return len((sequence or self._sequence(request_id)).tokens)
 
     def block_ids(self, request_id: Hashable) -> array[int]:
         """Pages of a request in order, int32; read-only, and current until its next change."""
-        return self._sequence(request_id).blocks
+        return (self._sequences.get(request_id) or self._sequence(request_id)).blocks
 
     def owned(self, request_id: Hashable) -> int:
         """Number of pages that a request owns, shared and reserved ones included."""
@@ -115,12 +116,13 @@ class BlockManager:
             PoolFullError: too few free pages; nothing was reserved.
         """
         size, spare, refs = self.page_size, self.lookahead, self._pool.refs
+        sequences = self._sequences
         found: list[str] = []
         wanted: list[tuple[CachedSequence, int]] = []
         owners: dict[int, int] = {}
         missing = 0
         for request_id, rows in needs.items():
-            sequence = self._sequences.get(request_id)
+            sequence = sequences.get(request_id)
             if sequence is None or rows < 0:
                 found.append(self._need_problem(request_id, rows))
                 continue

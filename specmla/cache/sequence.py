@@ -132,11 +132,15 @@ def token_array(tokens: Sequence[int]) -> array[int]:
         ArgumentTypeError: anything but integers of 64 bits.
         ArgumentError: negative ids (a padded draft is never a token of a sequence).
     """
-    try:
-        # Given bytes, array would take eight of them for one number.
-        ids = array("q", list(tokens) if isinstance(tokens, bytes | bytearray) else tokens)
-    except (TypeError, OverflowError) as error:
-        raise ArgumentTypeError(f"tokens accepts integers of 64 bits: {error}") from error
+    ids = tokens[:] if type(tokens) is array and tokens.typecode == "q" else _converted(tokens)
     if ids and min(ids) < 0:
         require([f"tokens holds {min(ids)}, accepted are ids >= 0"], "tokens")
     return ids
+
+
+def _converted(tokens: Sequence[int]) -> array[int]:
+    try:
+        # Given bytes, array would take eight of them for one number.
+        return array("q", list(tokens) if isinstance(tokens, bytes | bytearray) else tokens)
+    except (TypeError, OverflowError) as error:
+        raise ArgumentTypeError(f"tokens accepts integers of 64 bits: {error}") from error

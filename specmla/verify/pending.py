@@ -10,6 +10,8 @@ from specmla.verify.proposal import DraftProposal
 from specmla.verify.requests import RequestState
 from specmla.verify.tree import MAX_DRAFT_NODES, keep_nodes
 
+_PROMPT, _VERIFY = RequestKind.PROMPT, RequestKind.VERIFY  # looking up a member takes its time
+
 
 def batch_problems(names: Sequence[Hashable], proposal: DraftProposal | None) -> list[str]:
     """List what is wrong with a step's names and its proposal as a whole."""
@@ -51,19 +53,16 @@ def plan_requests(
     for state, (count, offset, parents) in zip(states, _drafts_of(states, proposal), strict=True):
         tokens, name = state.tokens, state.request_id
         position = len(tokens) - 1
-        pending = tokens[cached(name) :]
+        pending, tree = tokens[cached(name) :], None
         if len(pending) > 1:
             prompts.append(PlannedRequest(state, name, pending, position, 0, offset, True))
-        else:
-            tree = None
-            if parents is None:
-                count = min(count, state.draft_limit)
-            else:
-                kept = keep_nodes(parents, most_nodes(state, max_seq_len), state.draft_limit)
-                count, tree = len(kept.nodes), None if kept.is_chain else kept
-            verifies.append(
-                PlannedRequest(state, name, pending, position, count, offset, False, tree)
-            )
+            continue
+        if parents is not None:
+            kept = keep_nodes(parents, most_nodes(state, max_seq_len), state.draft_limit)
+            count, tree = len(kept.nodes), None if kept.is_chain else kept
+        elif count:
+            count = min(count, state.draft_limit)
+        verifies.append(PlannedRequest(state, name, pending, position, count, offset, False, tree))
     return verifies + prompts
 
 
@@ -89,7 +88,9 @@ def _drafts_of(
 
 def new_rows(r: PlannedRequest, block_ids: Sequence[int]) -> RequestRows:
     """Say what the metadata builder needs of a planned request."""
-    kind = RequestKind.PROMPT if r.is_prompt else RequestKind.VERIFY
-    rows = len(r.pending) + r.num_drafts
-    parents = None if r.tree is None else r.tree.row_parents
-    return RequestRows(kind, rows, r.position + 1 + r.num_drafts, block_ids, parents)
+    _, _, pending, position, num_drafts, _, is_prompt, tree = r
+    kind = _PROMPT if is_prompt else _VERIFY
+    parents = None if tree is None else tree.row_parents
+    return RequestRows(
+        kind, len(pending) + num_drafts, position + 1 + num_drafts, block_ids, parents
+    )
