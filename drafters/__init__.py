@@ -6,6 +6,7 @@ from drafters.draft_model import DraftModelDrafter
 from drafters.dspark import DSparkDrafter
 from drafters.mtp import MTPDrafter
 from drafters.ngram import NgramDrafter
+from drafters.suffix import SuffixDrafter
 
 __all__ = [
     "BlockDraftModel",
@@ -14,6 +15,7 @@ __all__ = [
     "DraftModelDrafter",
     "MTPDrafter",
     "NgramDrafter",
+    "SuffixDrafter",
     "load_block_model",
     "save_block_model",
 ]

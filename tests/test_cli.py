@@ -51,7 +51,7 @@ def run(*arguments: object) -> int:
     return main([str(a) for a in arguments])
 
 
-@pytest.mark.parametrize("draft", ["ngram", "none", "model"])
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "suffix-tree", "none", "model"])
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_generate(checkpoint, capsys, draft, temperature):
     draft = checkpoint / "draft" if draft == "model" else draft
@@ -66,7 +66,7 @@ def test_generate(checkpoint, capsys, draft, temperature):
 
 def test_greedy_text_does_not_depend_on_the_drafter(checkpoint, capsys):
     texts = set()
-    for draft in ("none", "ngram", checkpoint / "draft"):
+    for draft in ("none", "ngram", "suffix", "suffix-tree", checkpoint / "draft"):
         assert run("generate", "--target", checkpoint / "target", "--draft", draft, TEXT) == 0
         texts.add(capsys.readouterr().out)
     assert len(texts) == 1
@@ -107,6 +107,18 @@ def test_demo(capsys, tmp_path):
         assert sum(figures["acceptance_histogram"]) == figures["num_spec_steps"]
     assert "tokens_per_step" in captured.err
     assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_demo_of_suffix_drafts(capsys):
+    assert run("demo", "--max-tokens", 24, "-k", 8, "--draft", "suffix, suffix-tree", "--json") == 0
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out.splitlines()[-1])
+    assert summary["identical"] is True
+    assert list(summary["drafters"]) == ["suffix", "suffix-tree"]
+    assert all(f["num_accepted_draft_tokens"] for f in summary["drafters"].values())
+    assert "accepted drafts of suffix-tree" in captured.err
+    assert run("demo", "--draft", "sufix") == 2
+    assert "'sufix'" in capsys.readouterr().err
 
 
 def test_demo_with_temperature_makes_no_claim_of_identity(capsys):

@@ -52,12 +52,15 @@ def demo(
         bool, typer.Option("--json", help="one JSON line on stdout, text on stderr")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="PNG of the acceptance by position")] = None,
+    draft: Annotated[
+        str, typer.Option(help="by comma: ngram, suffix, suffix-tree, draft_model")
+    ] = "ngram,draft_model",
 ) -> int:
-    """Continue Python prompts with the shipped models: plain, n-gram drafts, draft model."""
+    """Continue Python prompts with the shipped models: plain, and with each drafter of --draft."""
     from specmla.cli.demo import DemoOptions, run_demo
 
     options = DemoOptions(
-        device, num_speculative_tokens, max_tokens, temperature, seed, backend, json, plot
+        device, num_speculative_tokens, max_tokens, temperature, seed, backend, json, plot, draft
     )
     return run_demo(options)
 
@@ -66,7 +69,9 @@ def demo(
 def generate(
     prompt: Annotated[str, typer.Argument(help="text to continue")],
     target: Annotated[Path, typer.Option(help="checkpoint directory in Hugging Face layout")],
-    draft: Annotated[str, typer.Option(help="a draft model's directory, ngram, or none")] = "ngram",
+    draft: Annotated[
+        str, typer.Option(help="a draft model's directory, ngram, suffix, suffix-tree, or none")
+    ] = "ngram",
     num_speculative_tokens: NumDrafts = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="new tokens")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from drafters import DraftModelDrafter, NgramDrafter
+from drafters import DraftModelDrafter
 from specmla.cli.checkpoint import Pair, load_shipped_pair, parse_device, use_one_thread
 from specmla.cli.difference import FirstDifference, first_difference
+from specmla.cli.lookup import LOOKUPS
 from specmla.cli.render import comparison_table, continuation
 from specmla.cli.run import Run, run_loop
 from specmla.errors import ArgumentError
@@ -37,10 +39,19 @@ class DemoOptions:
     backend: str | None
     json: bool
     plot: Path | None
+    draft: str = "ngram,draft_model"
+
+    @property
+    def drafts(self) -> list[str]:
+        """Names of the drafters, in their order."""
+        return [name.strip() for name in self.draft.split(",")]
 
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; 0 if the output equals plain greedy decoding (or differs by a rounding tie)."""
+    known = [*LOOKUPS, "draft_model"]
+    if foreign := [name for name in options.drafts if name not in known]:
+        raise ArgumentError(f"draft has {foreign}, accepted are {known}, separated by commas")
     if options.plot is not None:
         if not options.plot.absolute().parent.is_dir():
             raise ArgumentError(f"plot is {str(options.plot)!r}, its directory does not exist")
@@ -75,11 +86,14 @@ def _run_all(
     longest = pair.draft.config.max_position_embeddings
     lengths = [min(longest, len(p) + options.max_tokens + k + 1) for p in prompts]
     pages = sum(-(-n // 64) + 1 for n in lengths)
-    drafters: dict[str, Drafter | None] = {
-        "plain": None,
-        "ngram": NgramDrafter(pair.target.config.vocab_size),
-        "draft_model": DraftModelDrafter(pair.draft, num_pages=pages, backend=options.backend),
-    }
+    make: dict[str, Callable[[], Drafter | None]] = {"plain": lambda: None}
+    for name in options.drafts:
+        if name in LOOKUPS:
+            make[name] = partial(LOOKUPS[name], pair.target.config.vocab_size)
+        else:
+            make[name] = partial(
+                DraftModelDrafter, pair.draft, num_pages=pages, backend=options.backend
+            )
     stops = pair.target.config.eos_token_ids
     sampling = [
         SamplingParams(
@@ -94,13 +108,13 @@ def _run_all(
     runs = {}
     console.print(f"{len(prompts)} prompts, up to {options.max_tokens} new tokens each, {device}")
     with _progress(console) as progress:
-        for name, drafter in drafters.items():
+        for name, made in make.items():
             task = progress.add_task(name, total=len(prompts) * options.max_tokens)
             loop = partial(
                 run_loop, pair.target, prompts, num_speculative_tokens=k, backend=options.backend
             )
-            loop(short, drafter)  # warm-up, not timed
-            runs[name] = loop(sampling, drafter, on_tokens=partial(progress.advance, task))
+            loop(short, made())  # warm-up, not timed; what a drafter learns there it must not keep
+            runs[name] = loop(sampling, made(), on_tokens=partial(progress.advance, task))
             progress.update(task, total=runs[name].num_tokens)  # some texts end before the limit
     return runs
 
@@ -123,12 +137,12 @@ def _show(
     differences: dict[str, FirstDifference | None],
     options: DemoOptions,
 ) -> None:
-    run = runs["draft_model"]
+    *_, (shown, run) = runs.items()
     for text, tokens, drafted in zip(pair.prompts, run.tokens, run.drafted, strict=True):
         console.rule(style="dim")
         console.print(continuation(pair.tokenizer, text, tokens, drafted))
     console.rule(style="dim")
-    console.print("[green]green[/]: accepted drafts of the draft model; bold: the target's own")
+    console.print(f"[green]green[/]: accepted drafts of {shown}; bold: the target's own")
     console.print()
     console.print(comparison_table(runs, options.num_speculative_tokens))
     for name, difference in differences.items():

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from drafters import DraftModelDrafter, NgramDrafter
+from drafters import DraftModelDrafter
 from specmla.cli.checkpoint import load_tokenizer, parse_device, parse_dtype
+from specmla.cli.lookup import LOOKUPS
 from specmla.cli.run import run_loop
 from specmla.errors import ArgumentError
 from specmla.models.deepseek import DeepseekForCausalLM
@@ -71,11 +72,12 @@ def _drafter(
 ) -> Drafter | None:
     if options.draft == "none":
         return None
-    if options.draft == "ngram":
-        return NgramDrafter(target.config.vocab_size)
+    if options.draft in LOOKUPS:
+        return LOOKUPS[options.draft](target.config.vocab_size)
     if not Path(options.draft).is_dir():
         raise ArgumentError(
-            f"draft is {options.draft!r}, accepted are ngram, none and an existing directory"
+            f"draft is {options.draft!r}, accepted are {', '.join(LOOKUPS)}, none and an existing "
+            "directory"
         )
     weight = target.model.embed_tokens.weight
     model, config = load_checkpoint(Path(options.draft), device=weight.device, dtype=weight.dtype)
