@@ -94,6 +94,7 @@ def _run_all(
             make[name] = partial(
                 DraftModelDrafter, pair.draft, num_pages=pages, backend=options.backend
             )
+    warm = {name: made() for name, made in make.items()}  # refuses what can't be served
     stops = pair.target.config.eos_token_ids
     sampling = [
         SamplingParams(
@@ -113,7 +114,7 @@ def _run_all(
             loop = partial(
                 run_loop, pair.target, prompts, num_speculative_tokens=k, backend=options.backend
             )
-            loop(short, made())  # warm-up, not timed; what a drafter learns there it must not keep
+            loop(short, warm[name])  # not timed; what a drafter learns there it must not keep
             runs[name] = loop(sampling, made(), on_tokens=partial(progress.advance, task))
             progress.update(task, total=runs[name].num_tokens)  # some texts end before the limit
     return runs
