@@ -6,6 +6,7 @@ same is run in tests/gpu/test_graphs_gpu.py.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from specmla import ArgumentError, DraftProposal, NumericsError, PoolFullError, SamplingParams
 from specmla.bucket import Bucket
 from specmla.verify.captured import CapturedStep
+from specmla.verify.sparse import SparseProbs
 from tests.e2e.conftest import VOCAB, make_step
 from tests.e2e.conftest import model as model
 
@@ -213,6 +215,35 @@ def test_draft_probs_of_another_dtype_are_refused(model):
     refused(graphs, "draft_probs=False; captured: .*draft_probs=True", bare)
     verdict = graphs.run()  # no draft: no distribution is missed
     step.commit(verdict.plan, verdict)
+
+
+def test_sparse_draft_probs_are_those_of_their_dense_rows(model):
+    """Two ids a draft, of which the second may lie outside the vocabulary."""
+    ours, plain = started(model, [SAMPLED] * 2), started(model, [SAMPLED] * 2)
+    graphs = CapturedStep(
+        ours, forward_of(model, ours), [Bucket(3, 4)], sampling=[SAMPLED], draft_probs=True
+    )
+    for turn in range(4):
+        proposals = []
+        for step in (plain, ours):
+            bare = propose(step, {0: 3, 1: 2}, turn)
+            ids = torch.stack([bare.tokens, (bare.tokens + 5) % VOCAB], dim=-1)
+            probs = torch.tensor([0.75, 0.25]).expand(ids.shape)
+            proposals.append(dataclasses.replace(bare, probs=SparseProbs(ids, probs.clone())))
+        plan = plain.plan(proposals[0])
+        expected = plain.commit(plan, plain.verify(plan, forward_of(model, plain)(plan)))
+        verdict = graphs.run(proposals[1])
+        assert ours.commit(verdict.plan, verdict) == expected
+
+
+def test_penalties_are_refused_and_run_eagerly_on_request(model):
+    params = SamplingParams(max_tokens=40, repetition_penalty=1.5)
+    step = started(model, [params])
+    forward = forward_of(model, step)
+    graphs = CapturedStep(step, forward, [Bucket(1, 4)], sampling=[params])
+    refused(graphs, "has_processors=True", propose(step, {0: 2}, 0))
+    verdict = CapturedStep(step, forward, [Bucket(1, 4)], eager=True).run()
+    assert len(step.commit(verdict.plan, verdict)) == 1
 
 
 def test_eager_runs_what_was_not_captured_and_only_that(model):
