@@ -97,7 +97,9 @@ class HostTables:
         page, table = self.page_size, array("i")
         used = [-(-r.seq_len // page) for r in requests]
         self._width = width = max([1, *used])
-        unused, cells, ids = array("i", [-1]) * width, [], []
+        unused = array("i", [-1]) * width
+        ids: list[array[int]] = []
+        cells: list[array[int]] = []
         for r, count in zip(requests, used, strict=True):
             pages = r.block_ids[:count]
             if type(pages) is not array or pages.typecode != "i":
