@@ -36,7 +36,6 @@ class HopperPlan:
     Attributes:
         shape: that it was made for.
         program, entry, merge: int32 records, see `schedule.py`.
-        arrivals: [3 * P] int32 in which programs count what they have done.
         partial_out: [slots, 2, 64, 256] float32, two slots an SM, or one for each run of each tile.
         partial_lse: [slots, 64] float32, base 2.
     """
@@ -45,7 +44,6 @@ class HopperPlan:
     program: Tensor
     entry: Tensor
     merge: Tensor
-    arrivals: Tensor
     partial_out: Tensor
     partial_lse: Tensor
 
@@ -74,7 +72,6 @@ def make_plan(part: VerifyPart, num_heads: int, run: int) -> HopperPlan:
             plan.program,
             plan.entry,
             plan.merge,
-            plan.arrivals,
             part.block_table,
             part.block_table.stride(0),
             part.num_requests,
@@ -97,13 +94,12 @@ def _reserve(shape: PlanShape, device: torch.device) -> HopperPlan:
     records, partial_out, partial_lse = (
         buffer.empty(device) for buffer in plan_buffers(shape, num_sms)
     )
-    program, entry, merge, arrivals = records.split(record_sizes(shape, num_sms))
+    program, entry, merge = records.split(record_sizes(shape, num_sms))
     return HopperPlan(
         shape,
         program.view(-1, PROGRAM_FIELDS),
         entry.view(-1, RECORD_FIELDS),
         merge.view(-1, RECORD_FIELDS),
-        arrivals,
         partial_out,
         partial_lse,
     )
