@@ -27,6 +27,7 @@ from specmla.testing.case import (
     random_parents,
 )
 from specmla.testing.check import check_backend
+from specmla.testing.check_drafter import DrafterReport, check_drafter
 from specmla.testing.check_report import CheckReport
 from specmla.testing.oracle import Oracle, assert_matches_oracle, run_oracle
 from specmla.testing.prompts import PromptCase, make_prompt_case
@@ -38,6 +39,7 @@ __all__ = [
     "QUERY_LAYOUTS",
     "CaseSpec",
     "CheckReport",
+    "DrafterReport",
     "Oracle",
     "PromptCase",
     "RequestLens",
@@ -47,6 +49,7 @@ __all__ = [
     "assert_matches_oracle",
     "assert_within_budget",
     "check_backend",
+    "check_drafter",
     "make_case",
     "make_prompt_case",
     "make_verify_part",

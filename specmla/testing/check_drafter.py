@@ -1,0 +1,196 @@
+"""Checks a drafter as an author of one needs it: honest distributions, a true cache, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+from torch import Tensor
+
+from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.testing.drafter_trace import (
+    MakeDrafter,
+    Proposed,
+    drafts_after,
+    run_histories,
+)
+from specmla.verify.proposal import DraftRequest
+from specmla.verify.sampling import SamplingParams
+
+LEAST_P = 1e-4
+"""A frequency test fails below this probability of a deviation as large."""
+_LENGTH = 7
+
+
+@dataclass
+class DrafterReport:
+    """What `check_drafter` found.
+
+    Attributes:
+        passed: names of the checks that hold.
+        failures: name and reason of the others.
+    """
+
+    passed: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def note(self, name: str, reasons: Sequence[str]) -> None:
+        """Add one check."""
+        if reasons:
+            more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+            self.failures.append(f"{name}: " + "; ".join(reasons[:3]) + more)
+        else:
+            self.passed.append(name)
+
+    def raise_if_failed(self) -> None:
+        """Raise one AssertionError that lists every failure."""
+        if self.failures:
+            raise AssertionError("\n".join(self.failures))
+
+
+def check_drafter(
+    make: MakeDrafter,
+    target: DeepseekForCausalLM,
+    *,
+    num_drafts: int = 4,
+    num_samples: int = 2000,
+    remembers: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+) -> DrafterReport:
+    """Check a drafter against a target.
+
+    * honest: over many seeds, the drafts of each place are as frequent as the reported
+      distributions say (chi-square), and none has probability 0.
+    * cache: after any history of acceptances of its own drafts it proposes what a fresh drafter
+      proposes that is given the committed tokens as a prompt.
+    * seeds: equal seeds give equal drafts, alone and among other requests.
+
+    Args:
+        make: builds a drafter beside a step of the target; its cache has one layer to spare.
+        target: any model; the drafter need not be any good for it.
+        num_drafts: K that is asked for.
+        num_samples: seeds of the frequency test.
+        remembers: the drafter learns from other requests, so that histories are not compared.
+        report: hears of each check.
+    """
+    found = DrafterReport()
+    checks: dict[str, Callable[[], list[str]]] = {
+        "honest": lambda: _count_frequencies(make, target, num_drafts, num_samples),
+        "cache": lambda: _compare_histories(make, target, num_drafts),
+        "seeds": lambda: _compare_seeds(make, target, num_drafts),
+    }
+    if remembers:
+        del checks["cache"]
+    for name, run in checks.items():
+        reasons = run()
+        found.note(name, reasons)
+        report(f"{name}: {'failed' if reasons else 'holds'}")
+    return found
+
+
+def _prompt(target: DeepseekForCausalLM, seed: int, length: int) -> list[int]:
+    draw = Random(seed)
+    return [draw.randrange(target.config.vocab_size) for _ in range(length)]
+
+
+def _count_frequencies(
+    make: MakeDrafter, target: DeepseekForCausalLM, num_drafts: int, num_samples: int
+) -> list[str]:
+    """Compare frequencies with the reported rows; the rows of later places depend on the draws."""
+    histories = dict.fromkeys(range(num_samples), _prompt(target, 0, _LENGTH))
+    sampling = {i: SamplingParams(1.0, seed=i) for i in histories}
+    drafted = list(drafts_after(target, make, histories, sampling, num_drafts).values())
+    reasons: list[str] = []
+    for place in range(num_drafts):
+        rows = [p for p in drafted if len(p.tokens) > place and int(p.tokens[place]) >= 0]
+        if not rows or any(p.probs is None for p in rows):
+            continue
+        tokens = torch.stack([p.tokens[place] for p in rows])
+        probs = torch.stack([p.probs[place].double() for p in rows if p.probs is not None])
+        reasons += _row_reasons(place, tokens, probs)
+    return reasons
+
+
+def _row_reasons(place: int, tokens: Tensor, probs: Tensor) -> list[str]:
+    reasons = []
+    if not torch.allclose(probs.sum(-1), torch.ones(len(probs), dtype=probs.dtype), atol=1e-3):
+        reasons.append(f"rows reported for draft {place} don't sum to 1")
+    if bool((probs.gather(1, tokens[:, None]) <= 0).any()):
+        reasons.append(f"draft {place} has tokens of reported probability 0")
+    counts = torch.bincount(tokens, minlength=probs.shape[1]).double()
+    p = chi_square_p(counts, probs.sum(0))
+    if p < LEAST_P:
+        reasons.append(f"draft {place} is not drawn from the reported rows, p = {p:.1e}")
+    return reasons
+
+
+def chi_square_p(counts: Tensor, expected: Tensor, least: float = 5.0) -> float:
+    """Give the probability of a chi-square as large; cells below `least` expected are pooled.
+
+    Where every draw has a row of its own the statistic is smaller than chi-square, so that the test
+    errs on the drafter's side.
+    """
+    big = expected >= least
+    cells = [counts[big], counts[~big].sum()[None]]
+    wanted = [expected[big], expected[~big].sum()[None]]
+    observed, mean = torch.cat(cells), torch.cat(wanted)
+    kept = mean > 0
+    if bool((observed[~kept] > 0).any()):
+        return 0.0
+    observed, mean = observed[kept], mean[kept]
+    if len(mean) < 2:
+        return 1.0
+    statistic = ((observed - mean).square() / mean).sum()
+    freedom = torch.tensor((len(mean) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+def _compare_histories(
+    make: MakeDrafter, target: DeepseekForCausalLM, num_drafts: int
+) -> list[str]:
+    """Compare with a fresh drafter after every step of a run with random acceptances."""
+    prompts = {i: _prompt(target, i, length) for i, length in enumerate((1, 2, 5, 9, 17))}
+    seen = run_histories(
+        target,
+        make,
+        prompts,
+        5 * num_drafts,
+        num_drafts,
+        lambda name, length: Random(f"{name} {length}").randrange(num_drafts + 1),
+    )
+    reasons = [_unlike_fresh(make, target, request, got) for request, got in seen]
+    return [text for text in reasons if text]
+
+
+def _unlike_fresh(
+    make: MakeDrafter, target: DeepseekForCausalLM, request: DraftRequest, got: Proposed
+) -> str:
+    """Say what differs, if anything does."""
+    if not request.num_drafts or len(request.tokens) < 2:
+        return ""
+    name, tokens = request.request_id, list(request.tokens)
+    fresh = drafts_after(target, make, {name: tokens}, {name: request.sampling}, request.num_drafts)
+    want, where = fresh[name], f"request {name} at {len(tokens)} tokens"
+    if not torch.equal(got.tokens, want.tokens):
+        return f"{where}: drafts {got.tokens.tolist()}, fresh {want.tokens.tolist()}"
+    if got.probs is None or want.probs is None:
+        return "" if got.probs is want.probs else f"{where}: only one reports distributions"
+    off = float((got.probs - want.probs).abs().max()) if got.probs.numel() else 0.0
+    return f"{where}: distributions differ by {off:.1e}" if off > 1e-3 else ""
+
+
+def _compare_seeds(make: MakeDrafter, target: DeepseekForCausalLM, num_drafts: int) -> list[str]:
+    """Compare the drafts of requests together, together again, and one by one."""
+    histories = {i: _prompt(target, i, 3 + 4 * i) for i in range(4)}
+    sampling = {i: SamplingParams(1.0, seed=7 + i) for i in histories}
+    together = drafts_after(target, make, histories, sampling, num_drafts)
+    again = drafts_after(target, make, histories, sampling, num_drafts)
+    reasons = []
+    for name, tokens in histories.items():
+        alone = drafts_after(target, make, {name: tokens}, sampling, num_drafts)
+        for label, other in (("again", again), ("alone", alone)):
+            if not torch.equal(other[name].tokens, together[name].tokens):
+                reasons.append(f"request {name} drafts other tokens {label}, of equal seeds")
+    return reasons

@@ -1,0 +1,125 @@
+"""`check_drafter` passes every drafter of ours and catches what can be wrong with one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafters import (
+    DFlashDrafter,
+    DraftModelDrafter,
+    DSparkDrafter,
+    MTPDrafter,
+    NgramDrafter,
+)
+from specmla import DeepseekForCausalLM
+from specmla.testing import check_drafter
+from specmla.testing.check_drafter import chi_square_p
+from tests.drafters.networks import VOCAB, tiny_block, tiny_mtp, tiny_target
+
+
+@pytest.fixture(scope="module")
+def target() -> DeepseekForCausalLM:
+    return tiny_target(layers=3)
+
+
+def maker(target, kind: str):
+    if kind == "ngram":
+        return lambda step: NgramDrafter(VOCAB)
+    if kind == "draft_model":
+        return lambda step: DraftModelDrafter(tiny_target(1), num_pages=1400, page_size=4)
+    if kind == "mtp":
+        return lambda step: MTPDrafter(target, tiny_mtp(target), step)
+    draft = tiny_block(target, kind)
+    made = {"dflash": DFlashDrafter, "dspark": DSparkDrafter}[kind]
+    return lambda step: made(target, draft, num_pages=1400, page_size=8)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "mtp", "dflash", "dspark"])
+def test_our_drafters_pass(target, kind):
+    lines: list[str] = []
+    found = check_drafter(
+        maker(target, kind), target, num_drafts=3, num_samples=300, report=lines.append
+    )
+    found.raise_if_failed()
+    assert found.passed == ["honest", "cache", "seeds"]
+    assert lines == ["honest: holds", "cache: holds", "seeds: holds"]
+
+
+class Wrong:
+    """Wraps a drafter and spoils one thing."""
+
+    def __init__(self, drafter) -> None:
+        self.drafter, self.vocab_size = drafter, drafter.vocab_size
+        self.hidden_layers = drafter.hidden_layers
+        self.count = 0
+
+    def propose(self, requests):
+        return self.drafter.propose(requests)
+
+    def observe(self, results, hidden=None):
+        self.drafter.observe(results, hidden)
+
+    def reset(self, request_id):
+        self.drafter.reset(request_id)
+
+
+class Sharpened(Wrong):
+    """Reports another distribution than it draws from."""
+
+    def propose(self, requests):
+        given = super().propose(requests)
+        if given.probs is None:
+            return given
+        sharper = given.probs**1.5
+        probs = sharper / sharper.sum(-1, keepdim=True).clamp(min=1e-30)
+        return type(given)(given.request_ids, given.counts, given.tokens, probs)
+
+
+class Forgetful(Wrong):
+    """Hears every second step only, and of the others what is not so."""
+
+    def observe(self, results, hidden=None):
+        self.count += 1
+        if self.count % 2 == 0:
+            hidden = hidden._replace(states=hidden.states.roll(1, 0) + 0.5)
+        super().observe(results, hidden)
+
+
+class Unseeded(Wrong):
+    """Draws from a generator of its own."""
+
+    def propose(self, requests):
+        drawn = [
+            r._replace(
+                sampling=type(r.sampling)(
+                    r.sampling.temperature, seed=int(torch.randint(2**62, ()))
+                )
+            )
+            for r in requests
+        ]
+        return super().propose(drawn)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check"), [(Sharpened, "honest"), (Forgetful, "cache"), (Unseeded, "seeds")]
+)
+def test_wrong_drafters_are_caught(target, wrong, check):
+    make = maker(target, "dflash")
+    found = check_drafter(lambda step: wrong(make(step)), target, num_drafts=3, num_samples=600)
+    assert any(text.startswith(check) for text in found.failures)
+    with pytest.raises(AssertionError, match=check):
+        found.raise_if_failed()
+
+
+def test_chi_square_is_that_of_its_tables():
+    """0.05 at 3.841 with one degree of freedom, at 11.070 with five."""
+    expected = torch.full((2,), 50.0, dtype=torch.float64)
+    shift = (3.841 * 50 / 2) ** 0.5
+    counts = expected + torch.tensor([shift, -shift], dtype=torch.float64)
+    assert abs(chi_square_p(counts, expected) - 0.05) < 1e-4
+    six = torch.full((6,), 100.0, dtype=torch.float64)
+    part = (11.0705 * 100 / 6) ** 0.5
+    signs = torch.tensor([1, -1, 1, -1, 1, -1], dtype=torch.float64)
+    assert abs(chi_square_p(six + signs * part, six) - 0.05) < 1e-4
+    assert chi_square_p(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 20.0])) == 0.0
