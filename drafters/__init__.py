@@ -1,6 +1,7 @@
 """Drafters for specmla, one a file; each knows specmla by its public names only."""
 
 from drafters.block_model import BlockDraftModel, load_block_model, save_block_model
+from drafters.ddtree import DDTreeDrafter
 from drafters.dflash import DFlashDrafter
 from drafters.draft_model import DraftModelDrafter
 from drafters.dspark import DSparkDrafter
@@ -10,6 +11,7 @@ from drafters.suffix import SuffixDrafter
 
 __all__ = [
     "BlockDraftModel",
+    "DDTreeDrafter",
     "DFlashDrafter",
     "DSparkDrafter",
     "DraftModelDrafter",

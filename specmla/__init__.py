@@ -72,6 +72,7 @@ from specmla.verify.rules.lossy_typical import LossyTypical
 from specmla.verify.rules.terms import Ending, Rule, RuleTerms
 from specmla.verify.sampling import SamplingBatch, SamplingParams, processed_probs
 from specmla.verify.sampling_cache import SamplingCache
+from specmla.verify.sibling_draws import draw_siblings
 from specmla.verify.sparse import SparseProbs
 from specmla.verify.stats import AcceptanceStats
 from specmla.verify.step import VerifyStep
@@ -160,6 +161,7 @@ __all__ = [
     "choose_backend",
     "committed_rows",
     "doubling_buckets",
+    "draw_siblings",
     "generate",
     "get_backend",
     "load_checkpoint",
