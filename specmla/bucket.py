@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,3 +49,23 @@ class Bucket:
             captured = f"1 to {self.query_len}" if self.ragged else f"{self.query_len}"
             found.append(f"query_len is {wrong}, captured is {captured}")
         return found
+
+    def spread(self, packed: array[int], query_lens: Sequence[int], fill: int) -> array[int]:
+        """Put rows that stand request after request where the bucket has them, `fill` elsewhere.
+
+        Args:
+            packed: sum of `query_lens` values.
+            query_lens: rows of each request, none of them too long.
+            fill: value of rows that nobody brings.
+        """
+        length, blank = self.query_len, array(packed.typecode, [fill])
+        if query_lens.count(length) == len(query_lens):
+            out = packed[:]
+        else:
+            out, at = array(packed.typecode), 0
+            for count in query_lens:
+                out.extend(packed[at : at + count])
+                out.extend(blank * (length - count))
+                at += count
+        out.extend(blank * (self.num_rows - len(out)))
+        return out

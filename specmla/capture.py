@@ -60,7 +60,7 @@ class CapturedMetadata:
         rows = bucket.num_rows
         self._longs = {"positions": rows, "slots": rows}
         self._longs |= {f"along.{name}": size for name, size in along.items()}
-        self._ints = {"extent": rows, "seq_lens": bucket.num_requests}
+        self._ints = {"extent": rows, "seq_lens": bucket.num_requests, "ends": bucket.num_requests}
         self._fixed, self._views = _fixed_buffers(self._longs, self._ints, builder.device)
         self._views["slots"].fill_(-1)
         self.along = {name: self._views[f"along.{name}"] for name in along}
@@ -105,31 +105,63 @@ class CapturedMetadata:
             along=self.along,
         )
 
+    def advance(self) -> None:
+        """Move every request on by its next row, on the device: what a captured drafter does.
+
+        A request that has had its rows `ahead` stands still, and stores nothing from there on.
+
+        Raises:
+            ArgumentError: a bucket of more than one row.
+        """
+        length = self.bucket.query_len
+        wrong = [f"query_len is {length}, accepted is 1"] if length > 1 else []
+        require(wrong, "CapturedMetadata.advance")
+        v, page = self._views, self.builder.page_size
+        goes_on = v["seq_lens"] < v["ends"]
+        v["seq_lens"].add_(goes_on)
+        v["extent"].copy_(v["seq_lens"])
+        v["positions"].add_(goes_on)
+        cell = v["positions"].div(page, rounding_mode="floor")
+        pages = self._table.gather(1, cell[:, None])[:, 0]
+        slots = torch.add(v["positions"], pages - cell, alpha=page)
+        v["slots"].copy_(slots.masked_fill_(~goes_on, -1))
+
     def for_replay(
-        self, requests: Sequence[RequestRows], along: Mapping[str, array[int]] = _NO_ARRAYS
+        self,
+        requests: Sequence[RequestRows],
+        along: Mapping[str, array[int]] = _NO_ARRAYS,
+        ahead: Sequence[int] | None = None,
     ) -> None:
         """Check the requests and fill the buffers with them, in one copy from the host.
 
         Args:
             requests: verifies, causal, no more and no longer than captured; in order of the rows.
             along: typecode 'q', every array of its declared size.
+            ahead: rows of each request that `advance` will bring, for which there are pages too;
+                None: no request will be advanced.
 
         Raises:
             ArgumentError: requests of another kind or shape, lengths or pages that can't be served;
                 all reasons are listed and nothing was written.
         """
-        require(self._problems(requests, along), "CapturedMetadata.for_replay")
+        last = _grown(requests, ahead)
+        require(self._problems(requests, last, along), "CapturedMetadata.for_replay")
         tables = HostTables(self.builder.page_size, DraftMask.CAUSAL)
-        tables.add_verify(requests)
+        tables.add_verify(last)
         if not tables.has_pages_below(self.builder.num_pages):
-            found = self._limits.problems(requests, DraftMask.CAUSAL)
-            require(found, "CapturedMetadata.for_replay")
-        tables.add_rows(requests)
+            require(self._limits.problems(last, DraftMask.CAUSAL), "CapturedMetadata.for_replay")
         table = tables.arrays.get("table", array("i"))
-        self._send(self._fixed_arrays(tables.arrays, requests, along), table, len(requests))
+        tables.add_verify(requests)
+        tables.add_rows(requests)
+        ends = array("i", [r.seq_len for r in last])
+        fixed = self._fixed_arrays(tables.arrays | {"ends": ends}, requests, along)
+        self._send(fixed, table, len(requests))
 
     def _problems(
-        self, requests: Sequence[RequestRows], along: Mapping[str, array[int]]
+        self,
+        requests: Sequence[RequestRows],
+        last: Sequence[RequestRows],
+        along: Mapping[str, array[int]],
     ) -> list[str]:
         kinds = sorted({r.kind.value for r in requests if r.kind is not RequestKind.VERIFY})
         found = [f"kind is {kinds}, captured are verifies alone"] if kinds else []
@@ -140,8 +172,8 @@ class CapturedMetadata:
         wanted = {name: view.shape[0] for name, view in self.along.items()}
         if sizes != wanted or any(values.typecode != "q" for values in along.values()):
             found.append(f"along has sizes {sizes}, accepted are {wanted} of typecode 'q'")
-        if not self._limits.are_plain(requests):
-            found += self._limits.problems(requests, DraftMask.CAUSAL)
+        if not self._limits.are_plain(last):
+            found += self._limits.problems(last, DraftMask.CAUSAL)
         return found
 
     def _fixed_arrays(
@@ -153,11 +185,12 @@ class CapturedMetadata:
         """Give the arrays of the fixed buffer in its order, each as long as its view."""
         lens, bucket = [r.query_len for r in requests], self.bucket
         given = {f"along.{name}": values for name, values in along.items()}
-        given["positions"] = _spread(arrays["positions"], lens, bucket, 0)
-        given["slots"] = _spread(arrays["slots"], lens, bucket, -1)
-        given["extent"] = _spread(arrays.get("extent", array("i")), lens, bucket, 0)
-        missing = bucket.num_requests - len(requests)
-        given["seq_lens"] = array("i", [r.seq_len for r in requests] + [0] * missing)
+        given["positions"] = bucket.spread(arrays["positions"], lens, 0)
+        given["slots"] = bucket.spread(arrays["slots"], lens, -1)
+        given["extent"] = bucket.spread(arrays.get("extent", array("i")), lens, 0)
+        blank = array("i", [0]) * (bucket.num_requests - len(requests))
+        given["seq_lens"] = array("i", [r.seq_len for r in requests]) + blank
+        given["ends"] = arrays["ends"] + blank
         return [given[name] for name in (*self._longs, *self._ints)]
 
     def _send(self, fixed: Sequence[array[int]], table: array[int], num_requests: int) -> None:
@@ -204,16 +237,11 @@ def _fixed_buffers(
     return flat, views
 
 
-def _spread(packed: array[int], query_lens: Sequence[int], bucket: Bucket, fill: int) -> array[int]:
-    """Put packed rows where the bucket has them, and `fill` into its other rows."""
-    length, blank = bucket.query_len, array(packed.typecode, [fill])
-    if query_lens.count(length) == len(query_lens):
-        out = packed[:]
-    else:
-        out, at = array(packed.typecode), 0
-        for count in query_lens:
-            out.extend(packed[at : at + count])
-            out.extend(blank * (length - count))
-            at += count
-    out.extend(blank * (bucket.num_rows - len(out)))
-    return out
+def _grown(requests: Sequence[RequestRows], ahead: Sequence[int] | None) -> list[RequestRows]:
+    """Give the requests as they will be, `ahead` rows on."""
+    if ahead is None:
+        return list(requests)
+    if len(ahead) != len(requests) or min(ahead, default=0) < 0:
+        given = f"ahead is {list(ahead)}, accepted are {len(requests)} values >= 0"
+        require([given], "CapturedMetadata.for_replay")
+    return [r._replace(seq_len=r.seq_len + n) for r, n in zip(requests, ahead, strict=True)]

@@ -181,3 +181,53 @@ def test_a_uniform_backend_takes_no_ragged_bucket():
 def test_sizes_below_one_are_refused_together():
     with pytest.raises(ArgumentError, match=r"num_requests is 0.*query_len is -1"):
         Bucket(0, -1)
+
+
+@pytest.mark.parametrize("name", ["reference", "triton", "rows"])
+def test_advanced_rows_are_those_that_the_builder_makes(name):
+    """Drafting: K rows one after another on the device, requests of fewer standing still."""
+    backend, lens = BACKENDS[name], [(1, 15), (1, 16), (1, 30), (1, 1)]
+    ahead = [3, 4, 0, 2]
+    live = make_live([(1, s + n) for (_, s), n in zip(lens, ahead, strict=True)])
+    now = [r._replace(seq_len=s) for r, (_, s) in zip(live.requests, lens, strict=True)]
+    builder = make_builder(backend)
+    captured = CapturedMetadata(builder, Bucket(6, 1))
+    captured.for_replay(make_live([(1, 99)] * 6, 1).requests, ahead=[10] * 6)
+    captured.for_replay(now, ahead=ahead)
+    cache = torch.full((400, PAGE, RANK + ROPE), math.nan)
+    cache[: len(live.latent_cache)] = live.latent_cache
+    for row in range(5):
+        step = captured.for_capture()
+        chosen = [i for i in range(4) if row <= ahead[i]]
+        due = [now[i]._replace(seq_len=now[i].seq_len + row) for i in chosen]
+        eager = builder.build(due)
+        assert step.positions[chosen].tolist() == eager.positions.tolist()
+        assert step.slot_mapping[chosen].tolist() == eager.slot_mapping.tolist()
+        assert step.verify.seq_lens[chosen].tolist() == eager.verify.seq_lens.tolist()
+        idle = sorted(set(range(6)) - set(chosen))
+        assert step.slot_mapping[idle].tolist() == [-1] * len(idle)
+        assert step.verify.seq_lens[[4, 5]].tolist() == [0, 0]
+        query = [torch.ones(6, HEADS, RANK), torch.ones(6, HEADS, ROPE)]
+        scale = live.softmax_scale
+        got = backend.forward_mqa(*query, cache, step.verify, softmax_scale=scale)
+        few = [q[: len(chosen)] for q in query]
+        alone = backend.forward_mqa(*few, cache, eager.verify, softmax_scale=scale)
+        assert torch.allclose(got.out[chosen], alone.out, atol=1e-6)
+        assert torch.allclose(got.lse[chosen], alone.lse, atol=1e-6)
+        assert (got.lse[[4, 5]] == -math.inf).all()
+        captured.advance()
+
+
+def test_advancing_needs_pages_and_single_rows():
+    captured = CapturedMetadata(make_builder(ReferenceBackend()), Bucket(2, 1))
+    requests = rows_of([(1, 16)])
+    with pytest.raises(ArgumentError, match="17 tokens need 2"):
+        captured.for_replay(requests, ahead=[1])
+    for ahead in ([], [0, 0], [-1]):
+        with pytest.raises(ArgumentError, match="accepted are 1 values >= 0"):
+            captured.for_replay(requests, ahead=ahead)
+    captured.for_replay(requests)
+    captured.advance()
+    assert captured.for_capture().verify.seq_lens.tolist() == [16, 0]
+    with pytest.raises(ArgumentError, match="query_len is 2, accepted is 1"):
+        CapturedMetadata(make_builder(ReferenceBackend()), Bucket(2, 2)).advance()

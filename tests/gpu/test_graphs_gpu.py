@@ -6,6 +6,7 @@ import dataclasses
 import random
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +31,10 @@ from specmla.backends.hopper import HopperBackend
 from specmla.backends.rows import RowsBackend
 from specmla.backends.triton import TritonBackend
 from specmla.bucket import Bucket
+from specmla.capture import CapturedMetadata
+from specmla.metadata import RequestKind, RequestRows
 from specmla.verify.captured import CapturedStep
+from specmla.verify.captured_graph import record
 from specmla.verify.plan import StepPlan
 
 pytestmark = pytest.mark.gpu
@@ -228,6 +232,44 @@ def test_the_loop_gives_the_same_tokens(drafter):
                 tokens[r.request_id] += r.new_tokens
         runs.append(tokens)
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(("make", "dtype"), BACKENDS)
+def test_rows_drafted_in_one_graph_equal_eager_ones(make, dtype):
+    """Four rounds of a model on its own tokens; the third request drafts but one."""
+    model, ahead = tiny(dtype), [3, 3, 1]
+    step = started(model, make(), [30, 62, 127], [GREEDY] * 3)
+    step.blocks.reserve(dict.fromkeys(range(3), 4))
+    tables = CapturedMetadata(step.builder, Bucket(4, 1), {"anchors": 4})
+
+    def call() -> torch.Tensor:
+        tokens, rounds = tables.along["anchors"], []
+        for _ in range(4):
+            metadata = tables.for_capture()
+            hidden = model(tokens, metadata, step.cache, step.builder.backend)
+            tokens = model.logits(hidden).argmax(-1)
+            rounds.append(tokens)
+            tables.advance()
+        return torch.stack(rounds)
+
+    before = pool_bits(step)
+    replay = record(call, step.builder.device)
+    assert torch.equal(pool_bits(step), before), "a capture writes nothing"
+    requests = [
+        RequestRows(RequestKind.VERIFY, 1, len(step.tokens(i)), step.blocks.block_ids(i))
+        for i in range(3)
+    ]
+    anchors = array("q", [step.tokens(i)[-1] for i in range(3)] + [0])
+    found = []
+    for run in (call, replay, replay):
+        tables.for_replay(requests, {"anchors": anchors}, ahead)
+        drafted = run()[:, :3].clone()
+        drafted[2:, 2] = -1  # it stood still: what the row gives is nobody's
+        found.append((drafted, pool_bits(step)))
+    for drafted, pool in found[1:]:
+        assert torch.equal(drafted, found[0][0])
+        assert torch.equal(pool, found[0][1])
+    assert int((found[0][1] != before).any(-1).sum()) == 2 * (4 + 4 + 2)
 
 
 WAITS = """
