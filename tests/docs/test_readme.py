@@ -63,6 +63,12 @@ def test_engine_example():
     assert "pages free again: 64 of 64" in run("examples/01_engine.py")
 
 
+def test_graphs_run():
+    out = run("examples/02_graphs.py")
+    assert out.count("finished by length") == 4
+    assert "pages free again: 64 of 64" in out
+
+
 def test_engine_example_fits_a_screen():
     assert len((ROOT / "examples/01_engine.py").read_text().splitlines()) <= 60
 
