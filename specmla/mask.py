@@ -88,5 +88,9 @@ def _tree_problems(parents: tuple[int, ...]) -> list[str]:
 
 def tree_depths(parents: Sequence[int]) -> list[int]:
     """Depth of each node, the anchor at 0: a node's position is the anchor's plus its depth."""
-    words = tree_bits(parents)
-    return [(w & ((1 << 64) - 1)).bit_count() - 1 for w in words]
+    return list(_depths(tuple(parents)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _depths(parents: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple((w & ((1 << 64) - 1)).bit_count() - 1 for w in _ancestor_words(parents))

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from specmla.mask import MAX_TREE_NODES, tree_bits, tree_depths
@@ -96,6 +98,12 @@ def keep_nodes(parents: Sequence[int], num_nodes: int, num_levels: int) -> Draft
         num_nodes: most nodes.
         num_levels: greatest depth.
     """
+    # Limits that are out of reach are all the same: far from its end a request's tree is known.
+    return _keep(tuple(parents), min(num_nodes, MAX_DRAFT_NODES), min(num_levels, MAX_DRAFT_NODES))
+
+
+@functools.lru_cache(maxsize=1024)
+def _keep(parents: tuple[int, ...], num_nodes: int, num_levels: int) -> DraftTree:
     rows = node_parents(parents)
     depths = tree_shape(rows).depths
     if len(rows) <= num_nodes and max(depths, default=0) <= num_levels:
@@ -139,18 +147,19 @@ def tree_arrays(
         counts: nodes of each request.
         width: K.
     """
-    found: dict[str, array[int]] = {name: array("q") for name in _TABLES}
-    levels: list[list[int]] = []
-    for b, parents in enumerate(_all_parents(trees, counts)):
-        shape, missing = tree_shape(parents), width - len(parents)
-        for name, row in zip(_TABLES, (parents, *shape), strict=True):
-            found[name].extend(row)
-            found[name].extend([0] * missing)
-        for node, rank in enumerate(shape.ranks):
-            if rank == len(levels):
-                levels.append([])
-            levels[rank].append(b * width + node)
-    return found | {"tree.order": array("q", [node for level in levels for node in level])}
+    rows = [_table_rows(parents, width) for parents in _all_parents(trees, counts)]
+    found = {}
+    for i, name in enumerate(_TABLES):
+        found[name] = array("q")
+        found[name].frombytes(b"".join(row[i] for row in rows))
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _table_rows(parents: tuple[int, ...], width: int) -> tuple[bytes, ...]:
+    """Give a request's row of each table, as int64."""
+    missing = [0] * (width - len(parents))
+    return tuple(array("q", [*row, *missing]).tobytes() for row in (parents, *tree_shape(parents)))
 
 
 def tree_tables(
@@ -158,26 +167,29 @@ def tree_tables(
 ) -> TreeTables:
     """Put together what `tree_arrays` gave for these requests, once it is on the device."""
     rows = _all_parents(trees, counts)
+    ends = _rank_ends(rows)
     parents, words, depths, ranks = (sent[name].view(len(trees), -1) for name in _TABLES)
     return TreeTables(
         parents,
         words,
         depths,
         ranks,
-        order=sent["tree.order"],
-        rank_ends=_rank_ends(rows),
+        order=_by_rank(ranks, depths, ends[-1] if ends else 0),
+        rank_ends=ends,
         is_tree=tuple(parents != tuple(range(len(parents))) for parents in rows),
     )
 
 
+def _by_rank(ranks: Tensor, depths: Tensor, count: int) -> Tensor:
+    """Order the `count` nodes by rank, and by place among equal ones; padding comes last."""
+    last = torch.where(depths > 0, ranks, ranks.shape[1])
+    return last.view(-1).argsort(stable=True)[:count]
+
+
 def _rank_ends(all_parents: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     """Count the nodes of rank 0, of ranks 0 and 1, and so on, over several trees."""
-    sizes: list[int] = []
-    for parents in all_parents:
-        for rank in tree_shape(parents).ranks:
-            sizes.extend([0] * (rank + 1 - len(sizes)))
-            sizes[rank] += 1
-    return tuple(accumulate(sizes))
+    counts = Counter(chain.from_iterable(tree_shape(parents).ranks for parents in all_parents))
+    return tuple(accumulate(counts[rank] for rank in range(len(counts))))
 
 
 _TABLES = ("tree.parents", "tree.words", "tree.depths", "tree.ranks")
