@@ -8,6 +8,7 @@ their own, as a model's do, so that L2 holds neither; see `timing`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 import time
@@ -153,15 +154,13 @@ def _make_inputs(batch: str, options: LayerOptions) -> _Inputs:
         dtype=options.dtype,
     )
     weight_bytes = dims.num_heads * (dims.qk_nope_head_dim + dims.v_head_dim) * dims.kv_lora_rank
-    layers = [
-        MLAAttention(dims).to(device, options.dtype)
-        for _ in range(num_copies(weight_bytes * options.dtype.itemsize, device))
-    ]
+    first = MLAAttention(dims).to(device, options.dtype)
+    more = num_copies(weight_bytes * options.dtype.itemsize, device) - 1
     return _Inputs(
         work,
         backend,
         builder.build(work.case.requests),
-        layers,
+        [first, *(copy.deepcopy(first) for _ in range(more))],
         [LatentCache.from_pool([window]) for window in work.windows],
         host_us(lambda: builder.build(work.case.requests), device, reps=options.reps),
     )

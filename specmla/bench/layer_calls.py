@@ -112,9 +112,9 @@ class LayerCalls(NamedTuple):
         out: Tensor = layer(self.hidden, self.angles, cache, 0, self.metadata, self.backend)
         return out
 
-    def _halves(self, layer: MLAAttention) -> tuple[Tensor, ...]:
-        dims = layer.config
-        return self.projected.split((dims.kv_lora_rank, dims.qk_rope_head_dim), dim=-1)
+    def _halves(self, layer: MLAAttention) -> tuple[Tensor, Tensor]:
+        rank = layer.config.kv_lora_rank
+        return self.projected[:, :rank], self.projected[:, rank:]
 
     def _attend(self, q_latent: Tensor, layer: MLAAttention, cache: LatentCache) -> Tensor:
         got = self.backend.forward_mqa(

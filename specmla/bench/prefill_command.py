@@ -68,7 +68,7 @@ def _prefill(args: argparse.Namespace, words: Sequence[str]) -> int:
     check_outputs(args.json)
     options = PrefillOptions(
         dims=MLAConfig(
-            hidden_size=args.heads * args.value,  # of no projection that is run here
+            hidden_size=1,  # no projection from or to it is run here
             num_heads=args.heads,
             kv_lora_rank=args.rank,
             qk_nope_head_dim=args.nope,

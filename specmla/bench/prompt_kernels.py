@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specmla.bench.prompt_providers import PromptProvider, Prompts
-from specmla.bench.report import REFUSED, TIMED, WRONG
+from specmla.bench.report import FAILED, REFUSED, TIMED, WRONG
 from specmla.bench.timing import time_calls
 from specmla.errors import SpecMLAError, require
 from specmla.host_tables import running_starts
@@ -119,7 +119,11 @@ def _figures(
         assert_within_budget(checked, exact, plain)
     except AssertionError as wrong:
         return row | {"status": WRONG, "rel_err": None, "reason": str(wrong)}
-    timing = time_calls([partial(provider.run, prompts)], options.device, reps=options.reps)
+    try:
+        timing = time_calls([partial(provider.run, prompts)], options.device, reps=options.reps)
+    except RuntimeError as error:
+        reason = f"it can't be captured in a CUDA graph: {str(error).splitlines()[0]}"
+        return row | {"status": FAILED, "reason": reason}
     return row | {
         "status": TIMED,
         "us": timing.us,
