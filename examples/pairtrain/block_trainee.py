@@ -102,8 +102,10 @@ class BlockTrainee:
     def outputs(self, rows: TargetRows, anchors: Tensor) -> Tensor:
         """Run the blocks of `anchors` [B, A]; [B, A, K, D] of the rows that predict."""
         config, module, target = self._config, self.module, self._target
-        size, count = config.block_size, rows.tokens.shape[1]
-        context = module.context(torch.cat([rows.states[i] for i in self.layers], dim=-1))
+        # Nothing sees the last row; without it the keys' number is a multiple of 8 on most windows.
+        size, count = config.block_size, rows.tokens.shape[1] - 1
+        states = torch.cat([rows.states[i][:, :count] for i in self.layers], dim=-1)
+        context = module.context(states)
         before = target.angles(torch.arange(count, device=anchors.device))
         places = anchors[..., None] + torch.arange(size, device=anchors.device)
         within = target.angles(places.flatten(1))

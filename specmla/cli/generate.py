@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from drafters import DraftModelDrafter
 from specmla.cli.checkpoint import load_tokenizer, parse_device, parse_dtype
+from specmla.cli.drafts import drafter_from
 from specmla.cli.lookup import LOOKUPS
-from specmla.cli.run import run_loop
+from specmla.cli.run import MakeDrafter, run_loop
 from specmla.errors import ArgumentError
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.weights import load_checkpoint
@@ -69,7 +69,7 @@ def _text(argument: str) -> str:
 
 def _drafter(
     options: GenerateOptions, target: DeepseekForCausalLM, num_prompt: int
-) -> Drafter | None:
+) -> Drafter | MakeDrafter | None:
     if options.draft == "none":
         return None
     if options.draft in LOOKUPS:
@@ -79,13 +79,7 @@ def _drafter(
             f"draft is {options.draft!r}, accepted are {', '.join(LOOKUPS)}, none and an existing "
             "directory"
         )
-    weight = target.model.embed_tokens.weight
-    model, config = load_checkpoint(Path(options.draft), device=weight.device, dtype=weight.dtype)
-    if config.vocab_size != target.config.vocab_size:
-        raise ArgumentError(
-            f"draft {options.draft!r} has a vocabulary of {config.vocab_size}, the target "
-            f"{target.config.vocab_size}; accepted is the same size"
-        )
     longest = num_prompt + (options.sampling.max_tokens or 0) + options.num_speculative_tokens + 1
-    longest = min(longest, config.max_position_embeddings)
-    return DraftModelDrafter(model, num_pages=-(-longest // 64) + 1, backend=options.backend)
+    return drafter_from(
+        Path(options.draft), target, num_requests=1, longest=longest, backend=options.backend
+    )

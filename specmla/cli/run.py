@@ -13,6 +13,9 @@ from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.verify.proposal import Drafter
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.stats import AcceptanceStats
+from specmla.verify.step import VerifyStep
+
+MakeDrafter = Callable[[VerifyStep], Drafter]
 
 
 @dataclass
@@ -50,19 +53,27 @@ def run_loop(
     model: DeepseekForCausalLM,
     prompts: Sequence[Sequence[int]],
     sampling: Sequence[SamplingParams],
-    drafter: Drafter | None = None,
+    drafter: Drafter | MakeDrafter | None = None,
     *,
     num_speculative_tokens: int = 4,
     backend: str | None = None,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Run:
-    """Continue the prompts in one batch; `on_tokens` hears how many tokens each step emitted."""
+    """Continue the prompts in one batch; `on_tokens` hears how many tokens each step emitted.
+
+    A function as drafter makes one beside the step, whose cache then has a layer for its rows.
+    """
     longest = model.config.max_position_embeddings
     page_size = 64
     batch: dict[Hashable, Prompt] = dict(enumerate(zip(prompts, sampling, strict=True)))
     need = (min(longest, len(p) + (s.max_tokens or longest)) for p, s in batch.values())
     num_pages = sum(-(-n // page_size) + 1 for n in need)
-    step = build_step(model, num_pages=num_pages, page_size=page_size, backend=backend)
+    layers = int(callable(drafter))
+    step = build_step(
+        model, num_pages=num_pages, page_size=page_size, backend=backend, num_draft_layers=layers
+    )
+    if callable(drafter):
+        drafter = drafter(step)
     made = [AcceptanceStats() for _ in batch]
     run = Run([[] for _ in batch], [[] for _ in batch], made, [""] * len(batch))
     place = {name: i for i, name in enumerate(batch)}
