@@ -105,11 +105,11 @@ def current_stream() -> int:
     return int(active.get_current_stream(active.get_current_device()))
 
 
-def is_watched(kernel: Any) -> bool:
+def is_watched(*kernels: Any) -> bool:
     """Tell whether someone wants to know of launches, or has a say in what is compiled."""
     runtime = knobs.runtime
     return bool(
-        kernel.pre_run_hooks
+        any(kernel.pre_run_hooks for kernel in kernels)
         or _calls_something(runtime.launch_enter_hook)
         or _calls_something(runtime.launch_exit_hook)
         or runtime.add_stages_inspection_hook is not None

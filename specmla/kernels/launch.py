@@ -96,6 +96,11 @@ def find_entry(
     return next(e for e in fitting if e.max_rows >= min(num_rows, largest))
 
 
+def next_power_of_2(number: int) -> int:
+    """Give the least power of two that is `number` or more, 1 or more (Triton's own is slow)."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 @lru_cache(maxsize=64)
 def describe_device(device: torch.device) -> Device:
     """Name the table key of `device` and count its SMs; CPU tensors mean the interpreter."""

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.direct import DirectKernel
-from specmla.kernels.launch import FP_FUSION
+from specmla.kernels.launch import FP_FUSION, next_power_of_2
 from specmla.kernels.plan import (
     LEAST_RUN,
     PIECE_FIELDS,
@@ -244,6 +244,6 @@ def fill_plan(plan: PiecePlan, query_start: Tensor | None, seq_lens: Tensor) -> 
         LEAST_RUN=LEAST_RUN,
         RUN=(plan.rule.piece_keys or 0) // entry.block_n,
         PIECES=plan.rule.num_splits or 0,
-        **lane_options(triton.next_power_of_2(shape.requests + 1)),
+        **lane_options(next_power_of_2(shape.requests + 1)),
         enable_fp_fusion=FP_FUSION,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from specmla.kernels.direct import DirectKernel
 from specmla.kernels.e4m3 import clamp_finite, dynamic_scale, encode_e4m3
 from specmla.kernels.fp8_rows import Fp8Rows
+from specmla.kernels.launch import next_power_of_2
 
 BLOCK_COLS, TILE = 64, 2048
 NUM_WARPS = 4
@@ -94,7 +95,7 @@ def store_fp8_rows(
     num_rows, (num_pages, page_size, _) = slots.shape[0], pool.shape
     if num_rows == 0:
         return
-    block = triton.next_power_of_2(form.group) if form.group else BLOCK_COLS
+    block = next_power_of_2(form.group) if form.group else BLOCK_COLS
     block_rows = max(1, TILE // block)
     grid = (triton.cdiv(num_rows, block_rows), triton.cdiv(form.codes, form.group or block))
     with torch.cuda.device_of(pool):
