@@ -9,6 +9,7 @@ import torch
 
 from specmla.backends.base import AttentionBackend, AttentionOutput
 from specmla.backends.reference import ReferenceBackend
+from specmla.cache import cache_format
 from specmla.mask import DraftMask
 from specmla.testing import assert_matches_oracle, make_case
 from tests.tree_paths import assert_paths_are_chains, chains_of
@@ -26,6 +27,16 @@ BATCHES = {
 def test_reference(name: str, dtype: torch.dtype) -> None:
     case = make_case(BATCHES[name], num_heads=3, mask=DraftMask.TREE, dtype=dtype, **SMALL)
     assert assert_paths_are_chains(case, ReferenceBackend()) > 1
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_ds_mla", "fp8_per_token_head", "nvfp4_ds_mla"])
+def test_quantised_rows_move_as_they_are(name: str) -> None:
+    """A path's bytes at the front are what a chain would have stored."""
+    form = cache_format(name, 128, 32, dtype=torch.bfloat16)
+    options = {"kv_lora_rank": 128, "rope_dim": 32, "page_size": 16, "dtype": torch.bfloat16}
+    batch = [(5, 9), (0, 6), (7, 30)]
+    case = make_case(batch, num_heads=3, mask=DraftMask.TREE, cache_format=form, **options)
+    assert assert_paths_are_chains(case, ReferenceBackend(form)) > 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu covers this")
