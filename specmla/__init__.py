@@ -45,6 +45,7 @@ from specmla.metadata import (
 )
 from specmla.models.config import DeepseekConfig
 from specmla.models.deepseek import DeepseekDecoderLayer, DeepseekForCausalLM
+from specmla.models.grouped_experts import group_experts
 from specmla.models.mtp import MTPModule, load_mtp
 from specmla.models.parts import load_part, read_part_config, save_part
 from specmla.models.states import FINAL, StateCollector
@@ -164,6 +165,7 @@ __all__ = [
     "draw_siblings",
     "generate",
     "get_backend",
+    "group_experts",
     "load_checkpoint",
     "load_mtp",
     "load_part",

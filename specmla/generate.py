@@ -18,6 +18,7 @@ from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
 from specmla.errors import UnsupportedError
 from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.models.moe import DeepseekMoE
 from specmla.models.states import StateCollector
 from specmla.query import QueryLenSupport
 from specmla.verify.accept import Rule
@@ -148,7 +149,8 @@ def generate(
 
     Raises:
         ArgumentError: a drafter of another vocabulary, prompts that can't be served.
-        UnsupportedError: graphs of a model with experts, which are chosen on the host.
+        UnsupportedError: graphs on a GPU of a model whose experts are not grouped
+            (`group_experts`).
         PoolFullError: the pool (the target's, or the drafter's own) is too small for all prompts.
         NumericsError: logits without a distribution.
     """
@@ -227,8 +229,10 @@ def _make_runner(
 
     if not graphs or not prompts:
         return CapturedStep(step, forward, (), eager=True)
-    if model.config.moe is not None and step.builder.device.type == "cuda":
-        raise UnsupportedError("graphs", ["DeepseekMoE reads back which experts were hit"])
+    loops = any(isinstance(m, DeepseekMoE) and m.grouped is None for m in model.modules())
+    if loops and step.builder.device.type == "cuda":
+        reason = "the loop over experts reads back which were hit; group_experts(model) first"
+        raise UnsupportedError("graphs", [reason])
     budget = num_drafts if isinstance(num_drafts, Budget) else FixedBudget(num_drafts)
     most = budget.max_drafts if drafter else 0
     buckets = doubling_buckets(len(prompts), 1 + most) if graphs is True else list(graphs)

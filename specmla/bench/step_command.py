@@ -50,6 +50,7 @@ def add_step(commands: Any) -> None:
     add("--config", type=Path, metavar="FILE", help="a model's config.json")
     add("--layers", type=at_least(1), default=4, help="layers to run (default 4)")
     add("--tp", type=at_least(1), default=1, help="ranks that share heads and MLPs (default 1)")
+    add("--experts", choices=MLP, default="dense", help="one MLP for them (default), or routed")
     add("--acceptance", type=_rates, default="0.8,0.7,0.6,0.5", help="default 0.8,0.7,0.6,0.5")
     add("--batches", nargs="+", type=at_least(1), default=[1, 8, 32, 128], help="batch sizes")
     add("--context", type=tokens, default=4096, help="cached tokens of a request (default 4k)")
@@ -80,7 +81,7 @@ def _step(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _model_step(args: argparse.Namespace, words: Sequence[str]) -> int:
-    config = read_config(args.config, args.layers, args.tp)
+    config = read_config(args.config, args.layers, args.tp, args.experts)
     check_outputs(args.json)
     options = ModelStepOptions(
         config=config,
@@ -104,7 +105,11 @@ def _model_step(args: argparse.Namespace, words: Sequence[str]) -> int:
             summaries.append({"requests": batch} | break_even(measured))
     print(model_step_lines(rows, summaries))
     if args.json is not None:
-        env = collect_env(words) | {"mode": METHOD, "mlp": MLP, "config": config.to_hf()}
+        env = collect_env(words) | {
+            "mode": METHOD,
+            "mlp": MLP[args.experts],
+            "config": config.to_hf(),
+        }
         write_json(args.json, {"env": env, "rows": rows, "summaries": summaries})
     return 0
 

@@ -9,20 +9,27 @@ from typing import Any
 from specmla.errors import ArgumentError, require
 from specmla.models.config import DeepseekConfig
 
-MLP = "dense, as wide as the experts that a token takes"
+MLP = {
+    "dense": "one MLP as wide as the experts that a token takes",
+    "routed": "all experts, each rank a share of their width",
+}
 
 
-def read_config(path: Path, num_layers: int, num_ranks: int) -> DeepseekConfig:
+def read_config(
+    path: Path, num_layers: int, num_ranks: int, experts: str = "dense"
+) -> DeepseekConfig:
     """Read a Hugging Face `config.json` and cut it down to what one rank of a few layers computes.
 
-    Heads and MLP widths are divided by `num_ranks`; embedding and head stay whole. Experts become
-    one dense MLP of the width that a token activates: the operations of a token are right, but a
-    large batch of a real model reads more weights, those of all experts that it hits.
+    Heads and MLP widths are divided by `num_ranks`; embedding and head stay whole. With experts
+    "routed" every layer has them. With "dense" they are one MLP of the width that a token
+    activates: the operations of a token are right, but a large batch of a real model reads more
+    weights, those of all experts that it hits.
 
     Args:
         path: the file, or the directory that holds it.
         num_layers: layers to run.
         num_ranks: of tensor parallelism.
+        experts: "dense" or "routed", of a config that has experts.
 
     Raises:
         ArgumentError: no such file, no such config, or widths that the ranks don't divide.
@@ -35,11 +42,13 @@ def read_config(path: Path, num_layers: int, num_ranks: int) -> DeepseekConfig:
     if not isinstance(source, dict):
         raise ArgumentError(f"--config is {path}, accepted is a config.json: it holds no object")
     whole = DeepseekConfig.from_hf(source)
-    width = whole.intermediate_size
-    if whole.moe is not None:
-        taken = whole.moe.num_experts_per_tok + whole.moe.n_shared_experts
-        width = taken * whole.moe.moe_intermediate_size
-    widths = {"num_attention_heads": whole.attention.num_heads, "intermediate_size": width}
+    moe, width = whole.moe, whole.intermediate_size
+    widths = {"num_attention_heads": whole.attention.num_heads}
+    if moe is not None and experts == "dense":
+        width = (moe.num_experts_per_tok + moe.n_shared_experts) * moe.moe_intermediate_size
+    widths["intermediate_size"] = width
+    if moe is not None and experts == "routed":
+        widths["moe_intermediate_size"] = moe.moe_intermediate_size
     require(
         [
             f"{name} is {size}, accepted are multiples of --tp ({num_ranks})"
@@ -50,5 +59,6 @@ def read_config(path: Path, num_layers: int, num_ranks: int) -> DeepseekConfig:
     )
     share: dict[str, Any] = {name: size // num_ranks for name, size in widths.items()}
     # A config whose first layers are dense, all of them, has no experts.
-    cut = share | {"num_hidden_layers": num_layers, "first_k_dense_replace": num_layers}
+    first = num_layers if experts == "dense" else 0
+    cut = share | {"num_hidden_layers": num_layers, "first_k_dense_replace": first}
     return DeepseekConfig.from_hf(whole.to_hf() | cut)

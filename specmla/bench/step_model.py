@@ -22,6 +22,7 @@ from specmla.bucket import Bucket
 from specmla.generate import build_step
 from specmla.models.config import DeepseekConfig
 from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.models.grouped_experts import group_experts
 from specmla.verify.captured import CapturedStep
 from specmla.verify.plan import StepPlan
 from specmla.verify.proposal import DraftProposal
@@ -66,6 +67,8 @@ def make_model(options: ModelStepOptions) -> DeepseekForCausalLM:
     finally:
         torch.set_default_dtype(before)
     model.reset_parameters(generator=torch.Generator(options.device).manual_seed(0))
+    if options.device.type == "cuda":  # the loop over experts waits for the device
+        group_experts(model)
     return model.eval()
 
 

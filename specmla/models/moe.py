@@ -1,11 +1,12 @@
 """Dense and expert MLPs of DeepSeek-V2 (arXiv 2405.04434, 2.2) and V3 (arXiv 2412.19437, 2.1.2).
 
 Plain torch, for correctness: the loop over the experts that were hit asks the device which those
-are, once a layer.
+are, once a layer. `specmla.models.grouped_experts` has the kernel that does not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -150,7 +151,13 @@ class DeepseekRouter(nn.Module):
 
 
 class DeepseekMoE(nn.Module):
-    """Routed experts, weighted and summed per token, plus the shared ones."""
+    """Routed experts, weighted and summed per token, plus the shared ones.
+
+    Attributes:
+        grouped: runs the routed experts instead of the loop, see `group_experts`; or None.
+    """
+
+    grouped: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
@@ -168,7 +175,7 @@ class DeepseekMoE(nn.Module):
         """Map `[..., D]` to `[..., D]`."""
         rows = hidden.flatten(0, -2)
         weights, chosen = self.gate(rows)
-        out = self._routed(rows, weights, chosen).view_as(hidden)
+        out = (self.grouped or self._routed)(rows, weights, chosen).view_as(hidden)
         return out if self.shared_experts is None else out + self.shared_experts(hidden)
 
     def _routed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -72,6 +72,11 @@ def test_a_config_is_cut_to_a_rank_of_some_layers(config_file: Path) -> None:
     assert found.intermediate_size == (3 + 1) * 20 // 4
     assert found.attention == dataclasses.replace(ATTENTION, num_heads=1)
     assert read_config(config_file.parent, 3, 1).num_layers == 3
+    routed = read_config(config_file, 2, 4, "routed")
+    assert routed.moe == dataclasses.replace(
+        EXPERTS, moe_intermediate_size=5, first_k_dense_replace=0
+    )
+    assert [routed.is_moe_layer(i) for i in range(2)] == [True, True]
     dense = dataclasses.replace(CONFIG, moe=None)
     config_file.write_text(json.dumps(dense.to_hf()))
     assert read_config(config_file, 3, 2).intermediate_size == 32
@@ -124,7 +129,7 @@ def test_the_command_writes_rows_and_summaries(
     file = tmp_path / "step.json"
     words = ["step", "--config", str(config_file), "--layers", "2", "--tp", "2", "--device", "cpu"]
     words += ["--acceptance", "0.9,0.5", "--batches", "1", "3", "--context", "20", "--reps", "2"]
-    words += ["--page-size", "4", "--json", str(file)]
+    words += ["--page-size", "4", "--json", str(file), "--experts", "routed"]
     assert main(words) == 0
     content = json.loads(file.read_text())
     assert [(r["requests"], r["drafts"]) for r in content["rows"]] == [
@@ -132,6 +137,7 @@ def test_the_command_writes_rows_and_summaries(
     ]
     assert [s["requests"] for s in content["summaries"]] == [1, 3]
     assert content["env"]["config"]["num_attention_heads"] == 2
+    assert content["env"]["config"]["n_routed_experts"] == 8
     assert "break-even K" in capsys.readouterr().out
 
 

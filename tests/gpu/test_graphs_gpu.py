@@ -23,8 +23,11 @@ from specmla import (
     DraftProposal,
     MLAConfig,
     SamplingParams,
+    UnsupportedError,
     VerifyStep,
     build_step,
+    generate,
+    group_experts,
 )
 from specmla.backends.base import AttentionBackend
 from specmla.backends.hopper import HopperBackend
@@ -33,6 +36,7 @@ from specmla.backends.triton import TritonBackend
 from specmla.bucket import Bucket
 from specmla.capture import CapturedMetadata
 from specmla.metadata import RequestKind, RequestRows
+from specmla.models.moe import MoEConfig
 from specmla.verify.captured import CapturedStep
 from specmla.verify.captured_graph import record
 from specmla.verify.plan import StepPlan
@@ -208,8 +212,6 @@ def test_nothing_waits_and_nothing_grows(make, dtype):
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 def test_the_loop_gives_the_same_tokens(drafter):
-    from specmla import generate
-
     model = tiny(torch.float32)
     generator = torch.Generator().manual_seed(1)
     prompts = {
@@ -299,14 +301,29 @@ def test_a_forward_that_waits_for_the_device_can_not_be_captured():
     assert done.stdout.startswith("refused:"), done.stdout + done.stderr
 
 
-def test_experts_chosen_on_the_host_are_refused():
-    from specmla import UnsupportedError, generate
-    from specmla.models.moe import MoEConfig
+def test_experts_are_captured_once_they_are_grouped():
+    experts = MoEConfig(8, 3, 48, n_shared_experts=1, topk_method="noaux_tc", n_group=2)
+    config = dataclasses.replace(tiny(torch.float32).config, moe=experts)
+    torch.manual_seed(0)
+    model = DeepseekForCausalLM(config).to("cuda").eval()
+    model.reset_parameters(0.06, torch.Generator("cuda").manual_seed(0))
+    given = {0: ([1, 2, 3], GREEDY), 1: ([5, 4, 3, 2, 1], GREEDY)}
+    given = {i: (p, SamplingParams(max_tokens=40)) for i, (p, _) in given.items()}
+    runs: list[dict[int, list[int]]] = []
 
-    experts = MoEConfig(4, 2, 16)
-    config = dataclasses.replace(tiny(torch.bfloat16).config, moe=experts)
-    model = DeepseekForCausalLM(config).to("cuda", torch.bfloat16)
-    step = build_step(model, num_pages=8, max_seq_len=128)
-    with pytest.raises(UnsupportedError, match="which experts were hit"):
-        next(generate(model, step, {0: ([1, 2], GREEDY)}, graphs=True))
-    assert step.active == ()
+    def collect(graphs: bool) -> None:
+        step = build_step(model, num_pages=16, backend="triton", max_seq_len=256)
+        drafter = NgramDrafter(VOCAB, prompt_lookup_min=1)
+        tokens: dict[int, list[int]] = {i: [] for i in given}
+        for results in generate(model, step, given, drafter, graphs=graphs):
+            for r in results:
+                tokens[r.request_id] += r.new_tokens
+        runs.append(tokens)
+
+    with pytest.raises(UnsupportedError, match="group_experts"):
+        collect(True)
+    collect(False)
+    assert group_experts(model) == 2
+    collect(False)
+    collect(True)
+    assert runs[0] == runs[1] == runs[2]

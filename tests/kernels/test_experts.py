@@ -1,0 +1,108 @@
+"""Routed experts by kernel: equal to the loop within its error, whatever the routing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from specmla.errors import ArgumentError
+from specmla.kernels import experts
+from specmla.models.grouped_experts import GroupedExperts, group_experts
+from specmla.models.moe import DeepseekMoE, MoEConfig
+from specmla.testing import assert_within_budget
+
+DTYPES = [torch.float32, torch.float16]  # the interpreter's exact ones
+
+
+def make_layer(num_experts: int, per_token: int, inner: int, hidden: int = 40) -> DeepseekMoE:
+    torch.manual_seed(num_experts)
+    layer = DeepseekMoE(hidden, MoEConfig(num_experts, per_token, inner, n_shared_experts=1))
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_experts", "per_token", "inner", "num_rows"),
+    [(4, 2, 24, 1), (8, 3, 70, 37), (3, 3, 16, 5), (64, 2, 8, 20), (2, 1, 130, 150), (5, 2, 24, 0)],
+)
+def test_grouped_experts_err_like_the_loop(num_experts, per_token, inner, num_rows, dtype, device):
+    layer = make_layer(num_experts, per_token, inner)
+    exact_layer = copy.deepcopy(layer).double().to(device)
+    layer = layer.to(device, dtype)
+    exact_layer.load_state_dict(layer.state_dict())
+    rows = torch.randn(num_rows, 40, device=device).to(dtype)
+    weights, chosen = layer.gate(rows)
+    plain = layer._routed(rows, weights, chosen)
+    exact = exact_layer._routed(rows.double(), weights.double(), chosen)
+    assert group_experts(layer) == 1
+    got = layer.grouped(rows, weights, chosen)
+    assert got.dtype is dtype
+    if num_rows:
+        assert_within_budget(got, exact, plain)
+    else:
+        assert got.shape == (0, 40)
+
+
+def routed_as(chosen: Tensor, num_experts: int) -> None:
+    """Every pair is in one tile of its expert, and no tile has another's."""
+    tiles = experts.make_tiles(chosen, num_experts)
+    ordered = chosen.sort(stable=True).values
+    seen = torch.zeros_like(chosen)
+    for expert, first, rows in zip(*(t.tolist() for t in tiles[:3]), strict=True):
+        assert 0 <= rows <= tiles.block
+        assert (ordered[first : first + rows] == expert).all() or not rows
+        seen[first : first + rows] += 1
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("num_experts", [1, 3, 256])
+@pytest.mark.parametrize("num_pairs", [1, 15, 16, 17, 300])
+def test_tiles_hold_every_pair_once(num_pairs: int, num_experts: int) -> None:
+    torch.manual_seed(num_pairs)
+    routed_as(torch.randint(num_experts, (num_pairs,)), num_experts)
+    routed_as(torch.full((num_pairs,), num_experts - 1), num_experts)
+    routed_as(torch.arange(num_pairs) % num_experts, num_experts)
+
+
+def test_rows_do_not_depend_on_their_mates(device):
+    """A row of a padded step has the bits that it has in any other of that block."""
+    layer = make_layer(6, 2, 24).to(device)
+    group_experts(layer)
+    rows = torch.randn(30, 40, device=device)
+    rows[11:] *= 1e3
+    together = layer(rows)
+    alone = layer(rows[:11])
+    assert torch.equal(together[:11], alone)
+    rows[11:] = float("nan")
+    assert torch.equal(layer(rows)[:11], alone)
+
+
+def test_weights_may_be_written_but_not_moved(device):
+    layer = make_layer(4, 2, 24).to(device)
+    group_experts(layer)
+    rows = torch.randn(3, 40, device=device)
+    layer.experts[2].down_proj.weight.mul_(2.0)
+    weights, chosen = layer.gate(rows)
+    loop = layer._routed(rows, weights, chosen)
+    assert torch.allclose(layer.grouped(rows, weights, chosen), loop, atol=1e-4)
+    for moved in (copy.deepcopy(layer), layer):
+        for expert in moved.experts:
+            expert.up_proj.weight.data = expert.up_proj.weight.data.clone()
+        with pytest.raises(ArgumentError, match="have moved"):
+            moved(rows)
+
+
+def test_weights_that_can_not_be_taken_are_refused(device):
+    layer = make_layer(4, 2, 24).to(device)
+    with pytest.raises(ArgumentError, match=r"accepted are contiguous ones of .*float32"):
+        group_experts(copy.deepcopy(layer).double())
+    layer.experts[1].up_proj.weight.data = layer.experts[1].up_proj.weight.data.half()
+    with pytest.raises(ArgumentError, match="2 forms of weights"):
+        GroupedExperts(list(layer.experts))
