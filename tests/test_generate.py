@@ -5,13 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from drafters import DraftModelDrafter, NgramDrafter
-from specmla import ArgumentError, BatchRules, PrefillWorkspace, SamplingParams, generate
+from specmla import (
+    FINAL,
+    ArgumentError,
+    BatchRules,
+    PrefillWorkspace,
+    SamplingParams,
+    generate,
+)
 from specmla.bucket import Bucket
 from specmla.verify.captured_buckets import doubling_buckets
 from specmla.verify.captured_plan import CapturedPlan
-from tests.e2e.conftest import VOCAB, make_step, prompts, run
+from tests.e2e.conftest import VOCAB, ScriptedDrafter, make_step, prompts, run
 from tests.e2e.conftest import model as model
 
 
@@ -125,3 +133,30 @@ def test_doubling_buckets_reach_the_batch():
     assert not any(b.ragged for b in doubling_buckets(8, 2, ragged=False))
     with pytest.raises(ArgumentError, match="num_requests is 0"):
         doubling_buckets(0, 3)
+
+
+def test_drafters_hear_the_same_hidden_states_from_captured_steps(model):
+    """Rows of padding are left out; states of an earlier step are not overwritten."""
+    heard = []
+    for graphs in (False, True):
+        drafter = Listener(lambda tokens, n: [(tokens[-1] * 3 + i) % VOCAB for i in range(n)])
+        step = make_step(model)
+        for _ in generate(model, step, prompts(3, 10), drafter, 3, graphs=graphs):
+            pass
+        heard.append(drafter.heard)
+    assert len(heard[0]) == len(heard[1])
+    for plain, captured in zip(*heard, strict=True):
+        assert captured.starts == plain.starts
+        assert captured.counts == plain.counts
+        assert torch.allclose(captured.states, plain.states, atol=1e-4)
+
+
+class Listener(ScriptedDrafter):
+    hidden_layers = (0, FINAL)
+
+    def __init__(self, script):
+        super().__init__(script)
+        self.heard = []
+
+    def observe(self, results, hidden=None):
+        self.heard.append(hidden)

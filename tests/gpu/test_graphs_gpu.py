@@ -173,6 +173,23 @@ def test_uniform_replays_follow_their_slots(make, dtype, monkeypatch):  # BL-18
         assert torch.equal(after, before)
 
 
+def test_weights_written_in_place_hold_for_replays(monkeypatch):
+    """What `reload_checkpoint` does: addresses stay, graphs compute with the new weights."""
+    model = tiny(torch.bfloat16)
+    ours, eager = (started(model, TritonBackend(), [30, 65], [GREEDY] * 2) for _ in range(2))
+    graphs = CapturedStep(ours, forward_of(model, ours), [Bucket(2, 4)])
+    calls = without_graphs(monkeypatch, eager, forward_of(model, eager), [Bucket(2, 4)])
+    for turn in range(3):
+        for weight in model.parameters():
+            weight.mul_(-1.01 if weight.dim() > 1 else 1.5)
+        verdicts = []
+        for runner in (graphs, calls):
+            verdict = runner.run(propose(runner.step, {0: 3, 1: 2}, turn, probs=False))
+            verdicts.append(runner.step.commit(verdict.plan, verdict))
+        assert verdicts[0] == verdicts[1]
+        assert torch.equal(pool_bits(ours), pool_bits(eager))
+
+
 @pytest.mark.parametrize("kinds", [[GREEDY] * 3, [SAMPLED] * 3], ids=["greedy", "sampled"])
 def test_replays_decide_as_a_plain_step(kinds):
     """In float32, where other tiles and other splits can't turn a choice."""
