@@ -160,9 +160,6 @@ class CapturedStep:
         trees = [r.request_id for r in planned if r.tree]
         if trees:
             found.append(f"requests {trees[:8]} bring trees, captured are chains")
-        trees = [r.request_id for r in planned if r.tree is not None]
-        if trees:
-            found.append(f"requests {trees[:8]} bring trees, captured are chains alone")
         mode = find_mode(self._modes, planned, proposal, sampling)
         if isinstance(mode, str):
             found.append(mode)
@@ -194,7 +191,8 @@ class CapturedStep:
         """Reserve the buffers of all buckets, smallest first; they share that of distributions."""
         builder, width = self.step.builder, self.step.vocab_size
         cells = [b.num_requests * (b.query_len - 1) * width if has_probs else 0 for b in buckets]
-        shared = torch.zeros(max(cells, default=0), device=builder.device)
+        size, kind = max(cells, default=0), torch.float32
+        shared = torch.zeros(size, dtype=kind, device=builder.device)
         return {
             bucket: CapturedPlan(
                 builder,
