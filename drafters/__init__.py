@@ -5,6 +5,7 @@ from drafters.ddtree import DDTreeDrafter
 from drafters.dflash import DFlashDrafter
 from drafters.draft_model import DraftModelDrafter
 from drafters.dspark import DSparkDrafter
+from drafters.model_tree import DraftModelTreeDrafter
 from drafters.mtp import MTPDrafter
 from drafters.ngram import NgramDrafter
 from drafters.suffix import SuffixDrafter
@@ -15,6 +16,7 @@ __all__ = [
     "DFlashDrafter",
     "DSparkDrafter",
     "DraftModelDrafter",
+    "DraftModelTreeDrafter",
     "MTPDrafter",
     "NgramDrafter",
     "SuffixDrafter",

@@ -53,7 +53,8 @@ def demo(
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="PNG of the acceptance by position")] = None,
     draft: Annotated[
-        str, typer.Option(help="by comma: ngram, suffix, suffix-tree, draft_model")
+        str,
+        typer.Option(help="by comma: ngram, suffix, suffix-tree, draft_model, draft_model-tree"),
     ] = "ngram,draft_model",
 ) -> int:
     """Continue Python prompts with the shipped models: plain, and with each drafter of --draft."""

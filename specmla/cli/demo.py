@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from drafters import DraftModelDrafter
+from drafters import DraftModelDrafter, DraftModelTreeDrafter
 from specmla.cli.checkpoint import Pair, load_shipped_pair, parse_device, use_one_thread
 from specmla.cli.difference import FirstDifference, first_difference
 from specmla.cli.lookup import LOOKUPS
@@ -25,6 +25,8 @@ from specmla.verify.sampling import SamplingParams
 # On a GPU the verify shape may round another way than the one-token shape; above this gap between
 # the two best logits a difference is no rounding tie.
 MARGIN_LIMIT = 2e-2
+
+_MODELS = {"draft_model": DraftModelDrafter, "draft_model-tree": DraftModelTreeDrafter}
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class DemoOptions:
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; 0 if the output equals plain greedy decoding (or differs by a rounding tie)."""
-    known = [*LOOKUPS, "draft_model"]
+    known = [*LOOKUPS, *_MODELS]
     if foreign := [name for name in options.drafts if name not in known]:
         raise ArgumentError(f"draft has {foreign}, accepted are {known}, separated by commas")
     if options.plot is not None:
@@ -92,7 +94,7 @@ def _run_all(
             make[name] = partial(LOOKUPS[name], pair.target.config.vocab_size)
         else:
             make[name] = partial(
-                DraftModelDrafter, pair.draft, num_pages=pages, backend=options.backend
+                _MODELS[name], pair.draft, num_pages=pages, backend=options.backend
             )
     warm = {name: made() for name, made in make.items()}  # refuses what can't be served
     stops = pair.target.config.eos_token_ids
