@@ -149,6 +149,11 @@ class HopperBackend(TritonPrompts):
             ArgumentError: shapes, dtypes, strides, a scale or a plan that can't be taken; all are
                 listed.
         """
+        repeat = getattr(part.plan, "repeat", None)
+        if repeat is not None:
+            again = repeat.attend(q_latent, q_rope, latent_cache, part, softmax_scale)
+            if again is not None:
+                return AttentionOutput(*again)
         found = inputs.mqa_problems(q_latent, q_rope, latent_cache, part)
         require(
             found or _problems(q_latent, q_rope, latent_cache, part, softmax_scale),

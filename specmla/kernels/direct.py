@@ -25,6 +25,13 @@ class _Calls(NamedTuple):
     starts: dict[Hashable, RawStart | None]
 
 
+class Started(NamedTuple):
+    """How a call is started directly, and its arguments with addresses in place of tensors."""
+
+    start: RawStart
+    args: list[Any]
+
+
 class DirectKernel:
     """A jitted kernel that starts at once from the second call of a form on.
 
@@ -47,7 +54,7 @@ class DirectKernel:
         """Whether it may start without Triton now: nobody watches launches or compilations."""
         return self._signature is not None and not is_watched(self.kernel)
 
-    def launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+    def launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> Started | None:
         """Start the kernel on the current stream of the current device.
 
         Args:
@@ -55,34 +62,33 @@ class DirectKernel:
             args: for its parameters in order, constexprs excepted: tensors, `BoxedTensor`s,
                 numbers, None.
             named: all constexprs by name, and Triton's launch options.
+
+        Returns:
+            What was started; None if the call went through Triton.
         """
         calls = self._calls_like(args, named) if self.is_free else None
         if calls is None:
             self._run(grid, args, named)
-            return
+            return None
         form, flat = calls.pattern.read(args)
         start = calls.starts.get(form)
         if start is not None:
             start.launch(grid, current_stream(), flat)
-            return
+            return Started(start, flat)
         compiled = self._run(grid, args, named)
         if form not in calls.starts and self._signature is not None:
             tail = len(self._signature.constexprs)
             calls.starts[form] = find_start(compiled, calls.pattern.boxes, tail)
+        return None
 
-    def find(
-        self, args: Sequence[Any], named: Mapping[str, Any]
-    ) -> tuple[RawStart, list[Any]] | None:
-        """Give how a call that was launched before starts, and its arguments without tensors.
-
-        None if it can only go through Triton.
-        """
+    def find(self, args: Sequence[Any], named: Mapping[str, Any]) -> Started | None:
+        """Give how a call that was launched before starts; None if only through Triton."""
         calls = self._calls_like(args, named) if self.is_free else None
         if calls is None:
             return None
         form, flat = calls.pattern.read(args)
         start = calls.starts.get(form)
-        return None if start is None else (start, flat)
+        return None if start is None else Started(start, flat)
 
     def _calls_like(self, args: Sequence[Any], named: Mapping[str, Any]) -> _Calls | None:
         kinds, device = tuple(map(type, args)), driver.active.get_current_device()

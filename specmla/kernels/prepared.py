@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specmla.kernels.direct import DirectKernel, current_stream, is_watched
+from specmla.kernels.direct import DirectKernel, Started, current_stream, is_watched
 from specmla.kernels.raw_launcher import Call
-from specmla.kernels.tensor_box import BoxedTensor
 
 
 class Launch(NamedTuple):
@@ -18,9 +17,9 @@ class Launch(NamedTuple):
     args: tuple[Any, ...]
     named: Mapping[str, Any]
 
-    def run(self) -> None:
-        """Start it."""
-        self.kernel.launch(self.grid, *self.args, **self.named)
+    def run(self) -> Started | None:
+        """Start it; give how, None if through Triton."""
+        return self.kernel.launch(self.grid, *self.args, **self.named)
 
 
 class _Prepared(NamedTuple):
@@ -59,45 +58,44 @@ class PreparedLaunches:
             call(grid, stream, given)
 
 
-def prepare(launches: Sequence[Launch], moving: Sequence[Any]) -> PreparedLaunches | None:
+def prepare(
+    launches: Sequence[Launch], started: Sequence[Started | None], moving: Sequence[Any]
+) -> PreparedLaunches | None:
     """Prepare to start launches again that have just been started.
 
     Args:
         launches: in order. All tensors but the moving ones must keep their memory.
+        started: what `run` gave for each.
         moving: those arguments (tensors, `BoxedTensor`s), by identity, whose tensors will be
             others.
 
     Returns:
         None if one of them can only go through Triton.
     """
-    found = [_prepare(launch, moving) for launch in launches]
-    ready = [p for p in found if p is not None]
-    if len(ready) < len(found):
-        return None
+    moves = {id(argument): k for k, argument in enumerate(moving)}
+    ready = []
+    for launch, known in zip(launches, started, strict=True):
+        known = known or launch.kernel.find(launch.args, launch.named)
+        if known is None:
+            return None
+        ready.append(_prepare(launch, known, moves))
     return PreparedLaunches(ready, [launch.kernel.kernel for launch in launches])
 
 
-def _prepare(launch: Launch, moving: Sequence[Any]) -> _Prepared | None:
-    known = launch.kernel.find(launch.args, launch.named)
-    if known is None:
-        return None
-    start, flat = known
-    args: list[Any] = []
-    holes: list[tuple[int, int]] = []
+def _prepare(launch: Launch, known: Started, moves: Mapping[int, int]) -> _Prepared:
+    start, args = known.start, list(known.args)
+    holes = [(i, moves[k]) for i, k in enumerate(map(id, launch.args)) if k in moves]
     maps: list[tuple[int, int, Callable[[int], Any]]] = []
-    makers, moves = dict(start.maps), {id(argument): k for k, argument in enumerate(moving)}
-    for i, (argument, value) in enumerate(zip(launch.args, flat, strict=True)):
-        which = moves.get(id(argument))
-        if type(argument) is BoxedTensor:
-            shape, strides = argument.tensor.shape, argument.tensor.stride()
-            make_map = _of_address(makers[i], shape, strides)
-            if which is not None:
-                maps.append((len(args), which, make_map))
-            args += make_map(argument.tensor.data_ptr()), *shape, *strides
-        else:
-            if which is not None:
-                holes.append((len(args), which))
-            args.append(value)
+    for place, make_map in reversed(start.maps):
+        tensor = launch.args[place].tensor
+        shape, strides = tensor.shape, tensor.stride()
+        of_address = _of_address(make_map, shape, strides)
+        args[place : place + 1] = of_address(tensor.data_ptr()), *shape, *strides
+        # A map is followed by shape and strides, which moves the places after it.
+        further = len(shape) + len(strides)
+        maps = [(i + further, which, of) for i, which, of in maps]
+        maps += [(place, which, of_address) for i, which in holes if i == place]
+        holes = [(i + further * (i > place), which) for i, which in holes if i != place]
     return _Prepared(start.call, (*launch.grid, 1, 1)[:3], args + start.tail, holes, maps)
 
 

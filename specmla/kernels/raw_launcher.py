@@ -40,13 +40,14 @@ class RawStart:
         self.tail = [None] * num_constexprs
 
     def launch(self, grid: tuple[int, ...], stream: int, args: list[Any]) -> None:
-        """Start on a stream; `args` have addresses in place of tensors, and are used up."""
+        """Start on a stream; `args` have addresses in place of tensors."""
+        given = args + self.tail
         # From the last one on: what a map expands to moves the places after it.
         for i, make_map in reversed(self.maps):
-            tensor = args[i].tensor
+            tensor = given[i].tensor
             shape, strides = tensor.shape, tensor.stride()
-            args[i : i + 1] = make_map(tensor.data_ptr(), shape, strides), *shape, *strides
-        self.call((*grid, 1, 1)[:3], stream, args + self.tail)
+            given[i : i + 1] = make_map(tensor.data_ptr(), shape, strides), *shape, *strides
+        self.call((*grid, 1, 1)[:3], stream, given)
 
 
 @lru_cache(maxsize=1)

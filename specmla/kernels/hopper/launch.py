@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.hopper.bounds import TILE_ROWS
 from specmla.kernels.hopper.kernel import hopper_kernel
 from specmla.kernels.hopper.layouts import COPY
 from specmla.kernels.hopper.plan import HopperPlan
 from specmla.kernels.launch import FP_FUSION
 from specmla.kernels.merge import WARPS, merge_kernel
+from specmla.kernels.prepared import Launch
 from specmla.kernels.prims import LOG2_E
+from specmla.kernels.tensor_box import BoxedTensor, tensor_box
 from specmla.metadata import VerifyPart
 
 MERGE_PROGRAMS_PER_SM = 8
 REGISTERS = 168
 """Registers a thread at launch; the partitions redistribute them."""
+HOPPER, MERGE = DirectKernel(hopper_kernel), DirectKernel(merge_kernel)
 
 
 def hopper_attention(
@@ -45,25 +48,42 @@ def hopper_attention(
     lse = q_latent.new_empty(num_rows, num_heads, dtype=torch.float32)
     if not num_rows:
         return out, lse
-    programs = plan.program.shape[0]
     lines = min(latent_cache.shape[1], TILE_ROWS)
-    descriptor = TensorDescriptor(
-        latent_cache,
-        list(latent_cache.shape),
-        list(latent_cache.stride()),
-        [1, lines, 64],
-        COPY.value,
-    )
+    cache = BoxedTensor(latent_cache, tensor_box((1, lines, 64), COPY.value))
+    inputs, outputs = (q_latent, q_rope, cache), (out, lse)
+    all_launches = launches(outputs, inputs, part, plan, softmax_scale)
+    started = [launch.run() for launch in all_launches]
+    plan.repeat.remember(all_launches, started, inputs, outputs, part, softmax_scale)
+    return out, lse
+
+
+def launches(
+    outputs: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, BoxedTensor],
+    part: VerifyPart,
+    plan: HopperPlan,
+    softmax_scale: float,
+) -> list[Launch]:
+    """Give the launches of one call: the main kernel, then the merge."""
+    main = _main_launch(outputs, inputs, part, plan, softmax_scale)
+    return [main, _merge_launch(*outputs, plan)]
+
+
+def _main_launch(
+    outputs: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, BoxedTensor],
+    part: VerifyPart,
+    plan: HopperPlan,
+    softmax_scale: float,
+) -> Launch:
+    q_latent, q_rope, _ = inputs
     # A table that a mask does not use stands for itself: pointers can't be None in a partition.
     unused = part.row_extent
-    hopper_kernel[(programs,)](
-        out,
-        lse,
+    args = (
+        *outputs,
         plan.partial_out,
         plan.partial_lse,
-        q_latent,
-        q_rope,
-        descriptor,
+        *inputs,
         part.block_table,
         part.row_extent,
         unused if part.row_start is None else part.row_start,
@@ -75,24 +95,26 @@ def hopper_attention(
         part.block_table.stride(0),
         *q_latent.stride()[:2],
         *q_rope.stride()[:2],
-        H=num_heads,
-        G=part.page_size,
-        RUN=plan.shape.run,
-        WINDOW=part.row_start is not None,
-        TREE=part.tree_bits is not None,
-        num_warps=4,
-        maxnreg=REGISTERS,
-        enable_fp_fusion=FP_FUSION,
     )
-    merge_kernel[(programs * MERGE_PROGRAMS_PER_SM,)](
-        plan.partial_out,
-        plan.partial_lse,
-        plan.merge,
-        out,
-        lse,
-        PDL=True,
-        num_warps=WARPS,
-        enable_fp_fusion=FP_FUSION,
-        launch_pdl=True,
-    )
-    return out, lse
+    named = {
+        "H": q_latent.shape[1],
+        "G": part.page_size,
+        "RUN": plan.shape.run,
+        "WINDOW": part.row_start is not None,
+        "TREE": part.tree_bits is not None,
+        "num_warps": 4,
+        "maxnreg": REGISTERS,
+        "enable_fp_fusion": FP_FUSION,
+    }
+    return Launch(HOPPER, (plan.program.shape[0],), args, named)
+
+
+def _merge_launch(out: Tensor, lse: Tensor, plan: HopperPlan) -> Launch:
+    named = {
+        "PDL": True,
+        "num_warps": WARPS,
+        "enable_fp_fusion": FP_FUSION,
+        "launch_pdl": True,
+    }
+    args = (plan.partial_out, plan.partial_lse, plan.merge, out, lse)
+    return Launch(MERGE, (plan.program.shape[0] * MERGE_PROGRAMS_PER_SM,), args, named)

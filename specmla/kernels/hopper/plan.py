@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-import triton
 from torch import Tensor
 
 from specmla.kernels.direct import DirectKernel
@@ -17,7 +16,8 @@ from specmla.kernels.hopper.bounds import (
     plan_shape,
     record_sizes,
 )
-from specmla.kernels.launch import describe_device
+from specmla.kernels.hopper.repeat import RepeatedAttention
+from specmla.kernels.launch import describe_device, next_power_of_2
 from specmla.kernels.schedule import schedule_kernel
 from specmla.metadata import VerifyPart
 
@@ -38,6 +38,7 @@ class HopperPlan:
         program, entry, merge: int32 records, see `schedule.py`.
         partial_out: [slots, 2, 64, 256] float32, two slots an SM, or one for each run of each tile.
         partial_lse: [slots, 64] float32, base 2.
+        repeat: the last call on this plan, for further layers.
     """
 
     shape: PlanShape
@@ -46,6 +47,7 @@ class HopperPlan:
     merge: Tensor
     partial_out: Tensor
     partial_lse: Tensor
+    repeat: RepeatedAttention = field(default_factory=RepeatedAttention, compare=False, repr=False)
 
 
 def make_plan(part: VerifyPart, num_heads: int, run: int) -> HopperPlan:
@@ -82,8 +84,8 @@ def make_plan(part: VerifyPart, num_heads: int, run: int) -> HopperPlan:
             MERGE_COST=MERGE_COST,
             RUN=run,
             G=part.page_size,
-            BLOCK_B=triton.next_power_of_2(part.num_requests),
-            BLOCK_P=triton.next_power_of_2(programs),
+            BLOCK_B=next_power_of_2(part.num_requests),
+            BLOCK_P=next_power_of_2(programs),
             num_warps=4,
         )
     return plan
