@@ -1,8 +1,9 @@
 """Merge of the pieces of cut tiles: partial outputs and base-2 LSE from scratch slots, in float32.
 
-Runs after the kernel of `hopper/` on the tiles that `schedule.py` listed. All programs share each
-tile's work evenly: the item of a program is 8 rows and so many columns that the pieces of a tile,
-usually all of them, are loaded at once. What it would otherwise wait for is load after load.
+Runs after the kernel of `hopper/` on the tiles that `schedule.py` listed. An item is 8 rows and so
+many columns that the pieces of a tile, usually all of them, are loaded at once: what it would
+otherwise wait for is load after load. Rows that no query owns are in no item. The items of all
+tiles are shared out evenly, so that a tile in many pieces gets as many programs.
 """
 
 # Kernel bodies are typed by Triton, not by Python.
@@ -17,25 +18,18 @@ from triton.language.extra import cuda
 FLOOR = gl.constexpr(-1.0e30)
 LN_2 = gl.constexpr(0.6931471805599453)
 FIELDS = gl.constexpr(8)
+SEARCH = gl.constexpr(256)
+"""Tiles compared at a time."""
 WARPS = 4
 FEW = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 2, 8, 2], [1, 4, 1, 1], [3, 2, 1, 0]))
 SOME = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 2, 8, 2], [2, 2, 1, 1], [3, 2, 1, 0]))
+MANY_PAIRS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 2, 8, 2], [4, 1, 1, 1], [3, 2, 1, 0]))
 MANY = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [2, 1, 8, 2], [4, 1, 1, 1], [3, 2, 1, 0]))
 """Of values [pieces, groups, 8, 8], by the number of pieces: a thread loads 8 times 16 bytes."""
 
 
 @gluon.jit
-def merge_item(
-    part_ptr,
-    part_lse_ptr,
-    record,
-    out_ptr,
-    lse_ptr,
-    item,
-    BLOCKS: gl.constexpr,
-    CHUNK: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def merge_item(where, BLOCKS: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr):
     """Merge 8 rows x (8 * BLOCKS) columns of one tile, CHUNK pieces at a time.
 
     Values are [CHUNK, BLOCKS, 8 rows, 8 columns], as a slot stores them: each of its two halves of
@@ -44,8 +38,10 @@ def merge_item(
     N_ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
     OUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, OUT))
+    part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item = where
     first, second, step, pieces, base, live = record
-    group, column = item % 8, item // 8 * BLOCKS * 8
+    groups = (live + 7) // 8
+    group, column = item % groups, item // groups * (8 * BLOCKS)
     i = gl.arange(0, CHUNK, gl.SliceLayout(1, N_ROWS))
     r_lse = gl.arange(0, 8, gl.SliceLayout(0, N_ROWS))
     r = gl.arange(0, 8, ROWS)
@@ -53,6 +49,9 @@ def merge_item(
     k = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))
     inner = column // 256 * 16384 + group * 2048 + column % 256 * 8
     run = block[:, None, None] * 64 + r[None, :, None] * 8 + k[None, None, :]
+    # Slots from here on: what is added to a 64-bit base fits 32 bits and takes half the registers.
+    origin = second - step
+    part_at = part_ptr + origin.to(gl.int64) * 32768
 
     top = gl.full([8], FLOOR, gl.float32, gl.SliceLayout(0, N_ROWS))
     total = gl.full([8], 0.0, gl.float32, gl.SliceLayout(0, N_ROWS))
@@ -61,14 +60,14 @@ def merge_item(
         n = start + i
         slot = gl.where(n == 0, first, second + (n - 1) * step)
         at = part_lse_ptr + slot[:, None] * 64 + group * 8 + r_lse[None, :]
-        lse = gl.load(at, mask=(n < pieces)[:, None], other=float("-inf"))
+        lse = gl.load(at, mask=(n < pieces)[:, None], other=float("-inf"), cache_modifier=".cg")
         n_wide = start + gl.arange(
             0, CHUNK, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
         )
-        slot_wide = gl.where(n_wide == 0, first, second + (n_wide - 1) * step).to(gl.int64)
+        slot_wide = gl.where(n_wide == 0, first - origin, n_wide * step)
         offset = (slot_wide * 32768 + inner)[:, None, None, None] + run[None, :, :, :]
         held = (n_wide < pieces)[:, None, None, None]
-        value = gl.load(part_ptr + offset, mask=held, other=0.0)
+        value = gl.load(part_at + offset, mask=held, other=0.0, cache_modifier=".cg")
         new_top = gl.maximum(top, gl.max(lse, axis=0))
         shrink = gl.exp2(top - new_top)
         weight = gl.exp2(lse - new_top[None, :])
@@ -90,11 +89,25 @@ def merge_item(
 
 
 @gluon.jit
-def read_record(merge_ptr, tile, count):
-    """Read the record of a tile, if there is one."""
-    record = merge_ptr + (1 + gl.minimum(tile, gl.maximum(count - 1, 0))) * FIELDS
+def find_tile(merge_ptr, count, item):
+    """Find the listed tile that an item belongs to: the last one that starts at or before it."""
+    lane = gl.arange(0, SEARCH, gl.BlockedLayout([2], [32], [4], [0]))
+    tile = -1
+    for start in range(0, count, SEARCH):
+        i = start + lane
+        first = gl.load(merge_ptr + (1 + i) * FIELDS + 6, mask=i < count, other=2147483647)
+        tile += gl.sum((first <= item).to(gl.int32), axis=0)
+    return gl.maximum(tile, 0)
+
+
+@gluon.jit
+def read_record(merge_ptr, count, item):
+    """Read the record of an item's tile; which of the tile's items it is, of how many."""
+    record = merge_ptr + (1 + find_tile(merge_ptr, count, item)) * FIELDS
     first, second, step = gl.load(record), gl.load(record + 1), gl.load(record + 2)
-    return first, second, step, gl.load(record + 3), gl.load(record + 4), gl.load(record + 5)
+    pieces, base, live = gl.load(record + 3), gl.load(record + 4), gl.load(record + 5)
+    begin, items = gl.load(record + 6), gl.load(record + 7)
+    return (first, second, step, pieces, base, live), item - begin, items
 
 
 @gluon.jit(do_not_specialize_on_alignment=["merge_ptr"])
@@ -104,34 +117,32 @@ def merge_kernel(
     merge_ptr,  # [1 + tiles, MERGE_FIELDS] int32
     out_ptr,  # [T, H, 512]
     lse_ptr,  # [T, H] float32
-    PDL: gl.constexpr,
 ):
-    """Merge every listed tile."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
+    """Merge every listed tile: a program takes a run of items, of one tile where possible."""
     # The table is older than the kernel before this one: it may be read before that one ends.
-    count = gl.load(merge_ptr)
-    members = gl.maximum(programs // gl.maximum(count, 1), 1)
-    lanes = programs // members
-    begin = gl.where(program < lanes * members, program // members, count)
-    member = program % members
-    record = read_record(merge_ptr, begin, count)
-    if PDL:
-        # Every program waits, idle ones too: whoever follows takes the end of this kernel for the
-        # end of that one.
+    count, total = gl.load(merge_ptr), gl.load(merge_ptr + 1)
+    share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
+    begin = gl.program_id(0) * share
+    record, item, items = read_record(merge_ptr, count, begin)
+    # A kernel after this one may start to set itself up; it waits for the end of this one.
+    cuda.gdc_launch_dependents()
+    # One program waits even if there is nothing to do: whoever follows takes the end of this kernel
+    # for the end of that one. Other idle programs make room for whoever follows.
+    if (begin < total) | (gl.program_id(0) == 0):
         cuda.gdc_wait()
-    for tile in range(begin, count, lanes):
-        pieces = record[3]
-        # A tile in many pieces among many tiles has too few programs for the finest form.
-        if (pieces <= 4) | ((pieces > 16) & (members < 256)):
-            for item in range(member, 32, members):
-                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 16, 4, FEW)
-        elif pieces <= 8:
-            for item in range(member, 64, members):
-                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 8, 8, FEW)
-        elif pieces <= 16:
-            for item in range(member, 128, members):
-                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 4, 16, SOME)
+    for at in range(begin, gl.minimum(begin + share, total)):
+        where = (part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item)
+        # By the pieces alone: the form decides in which order they are added up.
+        if record[3] <= 4:
+            merge_item(where, 16, 4, FEW)
+        elif record[3] <= 8:
+            merge_item(where, 8, 8, FEW)
+        elif record[3] <= 16:
+            merge_item(where, 4, 16, SOME)
+        elif record[3] <= 32:
+            merge_item(where, 2, 32, MANY_PAIRS)
         else:
-            for item in range(member, 512, members):
-                merge_item(part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item, 1, 64, MANY)
-        record = read_record(merge_ptr, tile + lanes, count)
+            merge_item(where, 1, 64, MANY)
+        item += 1
+        if item == items:
+            record, item, items = read_record(merge_ptr, count, at + 1)

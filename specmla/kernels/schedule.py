@@ -30,6 +30,7 @@ from specmla.kernels.schedule_line import (
     find_job,
     line_length,
     list_cut_jobs,
+    merge_items,
 )
 
 
@@ -196,7 +197,7 @@ def schedule_kernel(
     records = (program_ptr, entry_ptr, merge_ptr)
     requests = (first_row, num_rows, num_keys, slot_base)
     step = (block_table_ptr, stride_table, requests, cost, length, even)
-    state = (0, 0, 0)
+    state = (0, 0, (0, 0))
     state = schedule_width(records, step, num4, state, 4, H, FIXED, RUN, G, BLOCK_P)
     state = schedule_width(records, step, num2, state, 2, H, FIXED, RUN, G, BLOCK_P)
     state = schedule_width(records, step, num1, state, 1, H, FIXED, RUN, G, BLOCK_P)
@@ -204,7 +205,12 @@ def schedule_kernel(
     idle = (p >= begin_program) & (p < PROGRAMS)
     tl.store(program_ptr + p * PROGRAM_FIELDS + 13, 0, mask=idle)
     if RUN > 0:
-        first = tl.cumsum(tl.where(runs > 0, tiles, 0), 0) - tl.where(runs > 0, tiles, 0)
+        cut = tl.where(runs > 0, tiles, 0)
+        first = tl.cumsum(cut, 0) - cut
+        whole = merge_items(runs, tl.zeros_like(runs) + TILE_ROWS)
+        last_rows = num_rows * H - (tiles - 1) * TILE_ROWS
+        items = tl.where(cut > 0, (tiles - 1) * whole + merge_items(runs, last_rows), 0)
+        first_item = tl.cumsum(items, 0) - items
         for tile in range(0, tl.max(tiles)):
             live = (runs > 0) & (tile < tiles)
             to = merge_ptr + (1 + first + tile) * MERGE_FIELDS
@@ -216,5 +222,8 @@ def schedule_kernel(
             tl.store(to + 4, first_row * H + tile * TILE_ROWS, mask=live)
             rows = tl.minimum(num_rows * H - tile * TILE_ROWS, TILE_ROWS)
             tl.store(to + 5, rows, mask=live)
-        merges = tl.sum(tl.where(runs > 0, tiles, 0))
-    tl.store(merge_ptr, merges)
+            tl.store(to + 6, first_item + tile * whole, mask=live)
+            tl.store(to + 7, merge_items(runs, rows), mask=live)
+        merges = (tl.sum(cut), tl.sum(items))
+    tl.store(merge_ptr, merges[0])
+    tl.store(merge_ptr + 1, merges[1])

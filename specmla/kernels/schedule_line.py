@@ -23,7 +23,8 @@ ENTRY_FIELDS = tl.constexpr(8)
 """Ints of an entry: first row, rows, keys, request, slot base, position, jobs, cost."""
 
 MERGE_FIELDS = tl.constexpr(8)
-"""Ints of a split tile: first slot, second slot, slot step, pieces, first packed row, live rows."""
+"""Ints of a split tile: first slot, second slot, slot step, pieces, first packed row, live rows,
+number of its first item, items (`merge_items`). Record 0 holds the counts of tiles and of items."""
 
 
 @triton.jit
@@ -109,15 +110,24 @@ def find_job(
 
 
 @triton.jit
+def merge_items(pieces, live_rows):
+    """Count the items that `merge.py` makes of a tile: groups of 8 rows x shares of the columns."""
+    few = tl.where(pieces <= 4, 4, tl.where(pieces <= 8, 8, 16))
+    shares = tl.where(pieces <= 16, few, tl.where(pieces <= 32, 32, 64))
+    return (live_rows + 7) // 8 * shares
+
+
+@triton.jit
 def list_cut_jobs(
     merge_ptr, merges, entry_ptr, p, live, start, stop, pieces, width, lane, H: tl.constexpr
 ):
     """Append the tiles whose job starts in these programs and is cut at their end."""
+    num_merges, num_items = merges
     start_e, start_k, start_b = start
     stop_e, stop_k, stop_b = stop
     first = (start_e == stop_e) & (start_k == stop_k)
     cut = live & (stop_b > 0) & ((start_b == 0) | (first == 0))
-    index = merges + tl.cumsum(cut.to(tl.int32), 0) - 1
+    index = num_merges + tl.cumsum(cut.to(tl.int32), 0) - 1
     source = entry_ptr + stop_e * ENTRY_FIELDS
     first_row = tl.load(source + 0, mask=cut, other=0)
     num_rows = tl.load(source + 1, mask=cut, other=0)
@@ -129,8 +139,12 @@ def list_cut_jobs(
     tl.store(to + 2, tl.zeros_like(p) + 2 * width, mask=cut)
     tl.store(to + 3, pieces, mask=cut)
     tl.store(to + 4, first_row * H + tile * TILE_ROWS, mask=cut)
-    tl.store(to + 5, tl.minimum(num_rows * H - tile * TILE_ROWS, TILE_ROWS), mask=cut)
-    return merges + tl.sum(cut.to(tl.int32))
+    live_rows = tl.minimum(num_rows * H - tile * TILE_ROWS, TILE_ROWS)
+    tl.store(to + 5, live_rows, mask=cut)
+    items = tl.where(cut, merge_items(pieces, live_rows), 0)
+    tl.store(to + 6, num_items + tl.cumsum(items, 0) - items, mask=cut)
+    tl.store(to + 7, items, mask=cut)
+    return num_merges + tl.sum(cut.to(tl.int32)), num_items + tl.sum(items)
 
 
 @triton.jit

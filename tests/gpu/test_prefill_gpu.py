@@ -59,4 +59,4 @@ def test_peak_is_flat_from_1k_to_128k() -> None:
         del case
     # The slots of a part are 8 bytes a cached token; its workspace is the same for all.
     slots = 8 * (131_072 - 1024)
-    assert max(peaks) - min(peaks) <= slots + 2**20
+    assert max(peaks) - peaks[0] <= slots + 2**20

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from specmla.kernels.hopper.kernel import hopper_kernel
-from specmla.kernels.hopper.launch import REGISTERS
+from specmla.kernels.hopper.launch import MERGE_REGISTERS, REGISTERS
 from specmla.kernels.hopper.layouts import COPY
 from specmla.kernels.merge import WARPS, merge_kernel
 
@@ -62,10 +62,12 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
 
 def compile_merge(dtype: str) -> dict[str, Any]:
     named = dict.fromkeys(merge_kernel.arg_names, "*fp32")
-    named |= {"merge_ptr": "*i32", "out_ptr": f"*{dtype}", "PDL": "constexpr"}
+    named |= {"merge_ptr": "*i32", "out_ptr": f"*{dtype}"}
     attrs = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 3, 4)}
-    source = GluonASTSource(merge_kernel, named, {(5,): True}, attrs)
-    return {"label": f"merge {dtype}"} | measure(source, {"num_warps": WARPS})
+    source = GluonASTSource(merge_kernel, named, {}, attrs)
+    return {"label": f"merge {dtype}"} | measure(
+        source, {"num_warps": WARPS, "maxnreg": MERGE_REGISTERS}
+    )
 
 
 def measure(source: GluonASTSource, options: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ OLD_TRITON = Path(os.environ.get("SPECMLA_TRITON_3_6", ROOT / ".triton-3.6.0"))
 
 SHARED_LIMIT = 227 * 1024
 STACK_LIMIT = {"3.6.0": 0}
-OTHER_STACK_LIMIT = 24
+OTHER_STACK_LIMIT = 40
 """Bytes of spilled registers a thread, all outside the loops, that newer compilers need where the
 heads are no power of two."""
 

@@ -68,7 +68,19 @@ def make_plan(
     program, entry, merge = (r.tolist() for r in records)
     for record in program:
         check_pages(record, seq_lens, table, page_size)
-    return Plan(query_lens, seq_lens, heads, run, program, entry, merge[1 : 1 + merge[0][0]])
+    merges = merge[1 : 1 + merge[0][0]]
+    items = [merge_items(pieces, live) for _, _, _, pieces, _, live, *_ in merges]
+    assert [record[6] for record in merges] == [sum(items[:i]) for i in range(len(items))]
+    assert [record[7] for record in merges] == items
+    assert merge[0][1] == sum(items)
+    return Plan(query_lens, seq_lens, heads, run, program, entry, merges)
+
+
+def merge_items(pieces: int, live_rows: int) -> int:
+    """Count the items of a tile: of 8 rows and 128, 64, 32, 16 or 8 columns."""
+    limits = {4: 4, 8: 8, 16: 16, 32: 32}
+    shares = next((n for limit, n in limits.items() if pieces <= limit), 64)
+    return -(-live_rows // 8) * shares
 
 
 def check_pages(

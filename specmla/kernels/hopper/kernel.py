@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from specmla.kernels.gluon_api import MBarrierLayout, init
 from specmla.kernels.hopper.layouts import BLOCK, HALF, PLAIN, TILE
 from specmla.kernels.hopper.left import left_partition
-from specmla.kernels.hopper.loads import load_partition
+from specmla.kernels.hopper.loads import fetch_to_cache, load_partition
 from specmla.kernels.hopper.right import right_partition
 
 WORKER_REGISTERS = gl.constexpr([232, 40])
@@ -89,6 +89,7 @@ def hopper_kernel(
     TREE: gl.constexpr,
 ):
     """Attend the pieces of one program; see the module's text."""
+    fetch_to_cache(program_ptr + gl.program_id(0) * 16)
     dtype: gl.constexpr = q_latent_ptr.dtype.element_ty
     q_left = gl.allocate_shared_memory(dtype, [1, BLOCK, HALF], TILE)
     q_right = gl.allocate_shared_memory(dtype, [1, BLOCK, HALF], TILE)
@@ -102,9 +103,11 @@ def hopper_kernel(
     full = stage_barriers_of_columns()
     free = (stage_barriers(), stage_barriers(), stage_barriers())
     weights_ready = (one_barrier(), one_barrier())
+    queries_asked = (one_barrier(), one_barrier())
     queries_ready = (one_barrier(), one_barrier())
     sums_ready = (one_barrier(), one_barrier())
-    signal = (weights_ready, queries_ready, sums_ready)
+    signal = (weights_ready, queries_asked, queries_ready, sums_ready)
+    start = (queries_asked, one_barrier(), weights)
     queries = (q_left, q_right, q_rope)
     keys = (k_left, k_right, k_rope)
     exchange = (weights, maxima, sums)
@@ -127,7 +130,7 @@ def hopper_kernel(
         [
             (left_partition, (attend, shared, H, RUN, WINDOW, TREE)),
             (right_partition, (attend, shared, H, RUN, WINDOW, TREE)),
-            (load_partition, (cache, walk, keys, full, free, H, G, RUN)),
+            (load_partition, (cache, walk, keys, full, free, start, H, G, RUN)),
         ],
         [4, 1],
         WORKER_REGISTERS,

@@ -17,7 +17,9 @@ from specmla.kernels.prims import LOG2_E
 from specmla.kernels.tensor_box import BoxedTensor, tensor_box
 from specmla.metadata import VerifyPart
 
-MERGE_PROGRAMS_PER_SM = 8
+MERGE_PROGRAMS_PER_SM = 4
+MERGE_REGISTERS = 128
+"""Of a thread of the merge, so that all its programs are resident at once."""
 REGISTERS = 168
 """Registers a thread at launch; the partitions redistribute them."""
 HOPPER, MERGE = DirectKernel(hopper_kernel), DirectKernel(merge_kernel)
@@ -105,14 +107,15 @@ def _main_launch(
         "num_warps": 4,
         "maxnreg": REGISTERS,
         "enable_fp_fusion": FP_FUSION,
+        "launch_pdl": True,
     }
     return Launch(HOPPER, (plan.program.shape[0],), args, named)
 
 
 def _merge_launch(out: Tensor, lse: Tensor, plan: HopperPlan) -> Launch:
     named = {
-        "PDL": True,
         "num_warps": WARPS,
+        "maxnreg": MERGE_REGISTERS,
         "enable_fp_fusion": FP_FUSION,
         "launch_pdl": True,
     }

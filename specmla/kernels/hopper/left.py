@@ -28,7 +28,14 @@ from specmla.kernels.hopper.layouts import (
 from specmla.kernels.hopper.masks import hide_keys, read_limits
 from specmla.kernels.hopper.pieces import first_piece, next_piece, read_piece
 from specmla.kernels.hopper.softmax import fold, scale_rows, score, weigh
-from specmla.kernels.hopper.tiles import clear_tail, read_half, read_rope, write_out, write_part
+from specmla.kernels.hopper.tiles import (
+    clear_tail,
+    put_half,
+    read_half,
+    read_rope,
+    write_out,
+    write_part,
+)
 
 
 @gluon.jit
@@ -43,21 +50,25 @@ def left_partition(
     """Scores and softmax of the first block of each pair, and the left half of the output."""
     target, query, tables, walk, scale_log2 = attend
     queries, keys_shared, exchange, full, free, signal = shared
-    weights_ready, queries_ready, sums_ready = signal
+    weights_ready, queries_asked, queries_ready, sums_ready = signal
     out_ptr, lse_ptr, part_ptr, part_lse_ptr = target
     latent_ptr, rope_ptr, stride_latent_t, stride_latent_h, stride_rope_t, stride_rope_h = query
     q_left, _q_right, q_rope = queries
     k_left, _k_right, k_rope = keys_shared
     weights, maxima, sums = exchange
+    cuda.gdc_wait()
     at, more = first_piece(walk)
     it = 0
     seconds = 0
     while more:
         first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, RUN)
+        q = read_half(latent_ptr, stride_latent_t, stride_latent_h, first_row, rows, tile, 0, H)
+        r = read_rope(rope_ptr, stride_rope_t, stride_rope_h, first_row, rows, tile, H)
+        if at[3] == 0:
+            arrive(queries_asked[0])
         limits = read_limits(tables, (first_row, rows, keys, tile), H, WINDOW, TREE)
-        to = q_left.index(0)
-        read_half(latent_ptr, stride_latent_t, stride_latent_h, first_row, rows, tile, 0, to, H)
-        read_rope(rope_ptr, stride_rope_t, stride_rope_h, first_row, rows, tile, q_rope.index(0), H)
+        put_half(q_left.index(0), q)
+        q_rope.index(0).store(r)
         fence_async_shared()
         arrive(queries_ready[0])
         prefix = keys - rows

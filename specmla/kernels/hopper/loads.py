@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra import cuda
 
 from specmla.kernels.gluon_api import expect, tma_load, view, wait
 from specmla.kernels.hopper.layouts import BLOCK, COPY
@@ -22,7 +23,7 @@ def page_at(table, key, keys, G: gl.constexpr):
 
 @gluon.jit
 def fetch_to_cache(address):
-    """Ask L2 for a line that the merge, which follows, would wait for."""
+    """Ask L2 for a line that will be waited for."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -49,6 +50,7 @@ def load_partition(
     keys_shared,
     full,
     free,
+    start,
     H: gl.constexpr,
     G: gl.constexpr,
     RUN: gl.constexpr,
@@ -58,13 +60,23 @@ def load_partition(
     SLICES: gl.constexpr = 64 // LINES
     descriptor, block_table_ptr, stride_table, merge_ptr = cache
     k_left, k_right, k_rope = keys_shared
+    queries_asked, warm, scratch = start
     halves = (
         view(k_left, [8 * SLICES, 1, LINES, 64], COPY),
         view(k_right, [8 * SLICES, 1, LINES, 64], COPY),
     )
     rope = view(k_rope, [2 * SLICES, 1, LINES, 64], COPY)
     fetch_to_cache(merge_ptr + gl.program_id(0) * 8)
+    # The first copy of all would wait for its descriptor: a copy that nobody reads fetches it.
+    expect(warm, LINES * 64 * 2)
+    tma_load(descriptor, [0, 0, 512], warm, view(scratch, [SLICES, 1, LINES, 64], COPY).index(0))
+    cuda.gdc_wait()
     at, more = first_piece(walk)
+    if more:
+        # Queries asked for behind two stages of every program's keys would arrive last of all.
+        wait(queries_asked[0], 0)
+        wait(queries_asked[1], 0)
+    wait(warm, 0)
     it = 0
     while more:
         _first_row, _rows, keys, request, _tile, end, _slot = read_piece(walk, at, H, RUN)

@@ -12,13 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra import cuda
 
 from specmla.kernels.gluon_api import arrive, wait
 from specmla.kernels.hopper.layouts import BLOCK, FLOOR, HALF, O_LAYOUT, P_LAYOUT, S_LAYOUT, S_ROWS
 from specmla.kernels.hopper.masks import hide_keys, read_limits
 from specmla.kernels.hopper.pieces import first_piece, next_piece, read_piece
 from specmla.kernels.hopper.softmax import fold, scale_rows, score, weigh
-from specmla.kernels.hopper.tiles import clear_tail, read_half, write_out, write_part
+from specmla.kernels.hopper.tiles import clear_tail, put_half, read_half, write_out, write_part
 
 
 @gluon.jit
@@ -33,20 +34,23 @@ def right_partition(
     """Scores and softmax of the second block of each pair, and the right half of the output."""
     target, query, tables, walk, scale_log2 = attend
     queries, keys_shared, exchange, full, free, signal = shared
-    weights_ready, queries_ready, sums_ready = signal
+    weights_ready, queries_asked, queries_ready, sums_ready = signal
     out_ptr, _lse_ptr, part_ptr, _part_lse_ptr = target
     latent_ptr, _rope_ptr, stride_latent_t, stride_latent_h, _stride_rope_t, _stride_rope_h = query
     _q_left, q_right, _q_rope = queries
     k_left, k_right, k_rope = keys_shared
     weights, maxima, sums = exchange
+    cuda.gdc_wait()
     at, more = first_piece(walk)
     it = 0
     firsts = 0
     while more:
         first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, RUN)
+        q = read_half(latent_ptr, stride_latent_t, stride_latent_h, first_row, rows, tile, 1, H)
+        if at[3] == 0:
+            arrive(queries_asked[1])
         limits = read_limits(tables, (first_row, rows, keys, tile), H, WINDOW, TREE)
-        to = q_right.index(0)
-        read_half(latent_ptr, stride_latent_t, stride_latent_h, first_row, rows, tile, 1, to, H)
+        put_half(q_right.index(0), q)
         fence_async_shared()
         arrive(queries_ready[1])
         prefix = keys - rows

@@ -24,26 +24,29 @@ def query_rows(ptr, stride_t, stride_h, first_row, rows, tile, H: gl.constexpr):
 
 
 @gluon.jit
-def read_half(ptr, stride_t, stride_h, first_row, rows, tile, half, to, H: gl.constexpr):
-    """Copy 256 columns of a tile's queries to shared memory, zeros in rows past the request."""
+def read_half(ptr, stride_t, stride_h, first_row, rows, tile, half, H: gl.constexpr):
+    """Read 256 columns of a tile's queries, 64 a part, zeros in rows past the request."""
     source, live = query_rows(ptr, stride_t, stride_h, first_row, rows, tile, H)
     source += half * HALF
-    # All four reads are in flight before the first is stored.
     v0 = gl.load(source, mask=live, other=0.0)
     v1 = gl.load(source + 64, mask=live, other=0.0)
     v2 = gl.load(source + 128, mask=live, other=0.0)
     v3 = gl.load(source + 192, mask=live, other=0.0)
-    to.slice(0, 64, dim=1).store(v0)
-    to.slice(64, 64, dim=1).store(v1)
-    to.slice(128, 64, dim=1).store(v2)
-    to.slice(192, 64, dim=1).store(v3)
+    return v0, v1, v2, v3
 
 
 @gluon.jit
-def read_rope(ptr, stride_t, stride_h, first_row, rows, tile, to, H: gl.constexpr):
-    """Copy the rope part of a tile's queries to shared memory, zeros in rows past the request."""
+def read_rope(ptr, stride_t, stride_h, first_row, rows, tile, H: gl.constexpr):
+    """Read the rope part of a tile's queries, zeros in rows past the request."""
     source, live = query_rows(ptr, stride_t, stride_h, first_row, rows, tile, H)
-    to.store(gl.load(source, mask=live, other=0.0))
+    return gl.load(source, mask=live, other=0.0)
+
+
+@gluon.jit
+def put_half(to, parts):
+    """Store the four parts of a half to shared memory."""
+    for c in gl.static_range(4):
+        to.slice(c * 64, 64, dim=1).store(parts[c])
 
 
 @gluon.jit
