@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from specmla import DraftProposal, Stream, draw_siblings, processed_probs, uniforms
+from specmla import (
+    DraftProposal,
+    Stream,
+    draw_siblings,
+    processed_probs,
+    send_arrays,
+    uniforms,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,24 +61,31 @@ class TreeSheet:
     def fill(self, level: int, logits: Tensor) -> None:
         """Choose the nodes of a level from the logits [B, P, W] of the P parents they have."""
         of = self.plan.levels[level]
-        nodes, places = (torch.tensor(x, device=logits.device) for x in (of.nodes, of.places))
+        sent = send_arrays(
+            {
+                "nodes": array("q", of.nodes),
+                "places": array("q", of.places),
+                "keys": array("q", [self.plan.key(node, self._num_rates) for node in of.parents]),
+            },
+            logits.device,
+        )
+        nodes, places = sent["nodes"], sent["places"]
         if self._batch.all_greedy:
             chosen = logits.topk(of.most, dim=-1).indices
             self.tokens[:, nodes] = chosen.flatten(1)[:, places]
             return
-        tokens, probs = self._draw(logits, of.parents, of.most)
+        tokens, probs = self._draw(logits, sent["keys"], of.most)
         if self.probs is None:
             self.probs = probs.new_zeros(*self.tokens.shape, self._vocab_size)
         self.tokens[:, nodes] = tokens.flatten(1)[:, places]
         self.probs[:, nodes] = probs.flatten(1, 2)[:, places]
 
-    def _draw(self, logits: Tensor, parents: Sequence[int], most: int) -> tuple[Tensor, Tensor]:
-        """Draw children [B, P, m] and give what each was drawn from [B, P, m, W]."""
+    def _draw(self, logits: Tensor, keys: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """Draw children [B, P, m] of parents with keys [P]; give them and their distributions."""
         b, p, width = logits.shape
         q = processed_probs(logits, self._batch).probs
-        keys = torch.tensor([self.plan.key(node, self._num_rates) for node in parents])
         ranks = torch.arange(most, device=logits.device).repeat(p)
-        rows = keys.to(logits.device).repeat_interleave(most)
+        rows = keys[:, None].expand(-1, most).reshape(-1)
         u = uniforms(self._batch.seeds, self.anchors, rows, Stream.DRAFT, ranks)
         drawn = draw_siblings(q.view(b * p, width), u.view(b * p, most))
         tokens, probs = drawn.tokens.view(b, p, most), drawn.probs.view(b, p, most, width)
@@ -92,9 +107,12 @@ class TreeSheet:
             requests: the B requests, then others, which get no drafts.
         """
         width = max((len(plan.paths) for plan in plans), default=0)
-        rows = [[self.plan.place[path] for path in plan.paths] for plan in plans]
-        rows = [row + [-1] * (width - len(row)) for row in rows]
-        index = torch.tensor(rows, dtype=torch.int64, device=self.tokens.device)
+        places = array("q")
+        for plan in plans:
+            places.extend(self.plan.place[path] for path in plan.paths)
+            places.extend([-1] * (width - len(plan.paths)))
+        sent = send_arrays({"places": places}, self.tokens.device)
+        index = sent["places"].view(len(plans), width)
         tokens = self.tokens.gather(1, index.clamp(min=0)).where(index >= 0, -1)
         probs = self.probs
         if probs is not None:
