@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.direct import DirectKernel
+from specmla.kernels.launch import next_power_of_2
 
 BLOCK_ROWS = 4
 NUM_WARPS = 4
@@ -127,8 +128,8 @@ def store_projected_rows(
             R=width - rank,
             INTERLEAVED=interleaved,
             BLOCK_ROWS=BLOCK_ROWS,
-            BLOCK_C=triton.next_power_of_2(rank),
-            BLOCK_R=triton.next_power_of_2(max(width - rank, 1)),
+            BLOCK_C=next_power_of_2(rank),
+            BLOCK_R=next_power_of_2(width - rank),
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )
