@@ -68,23 +68,49 @@ def multi_round(p: Tensor, drafts: Tensor, q: DraftProbs, tree: TreeTables) -> R
         ArgumentTypeError: drafts that are not int64.
     """
     check_terms(p, drafts, q)
-    width, k = p.shape[2], drafts.shape[1]
+    k = drafts.shape[1]
     accept = torch.zeros(drafts.shape, dtype=torch.float64, device=p.device)
-    left = p.clone().view(-1, width)
+    left = p.clone().flatten(0, 1)
     mass = torch.ones(len(left), dtype=p.dtype, device=p.device)
     flat_accept, flat_drafts = accept.view(-1), drafts.reshape(-1)
     parents = (tree.parents + torch.arange(len(p), device=p.device)[:, None] * (k + 1)).view(-1)
     start = 0
     for end in tree.rank_ends:
         nodes = tree.order[start:end]
-        at, tokens, given = parents[nodes], flat_drafts[nodes], _of_nodes(q, nodes)
-        now = left[at].div_(mass[at][:, None])
-        rest = residual_(now.clone(), given, tokens)
-        fill_empty_(rest, now, (tokens < 0) | (rest.sum(-1) == 0))
-        flat_accept[nodes] = ratio(now, given, tokens).clamp(0.0, 1.0)
-        left[at], mass[at] = rest, rest.sum(-1)
+        at, tokens = parents[nodes], flat_drafts[nodes]
+        if q is None:
+            flat_accept[nodes] = _take_chosen_(left, mass, at, tokens)
+        else:
+            flat_accept[nodes] = _take_drawn_(left, mass, at, tokens, _of_nodes(q, nodes))
         start = end
     return RuleTerms(accept, left.view(p.shape))
+
+
+def _take_drawn_(left: Tensor, mass: Tensor, at: Tensor, tokens: Tensor, q: DraftProbs) -> Tensor:
+    """Test one drawn child [n] of each of the nodes `at` [n]; give its chance, take q from `left`.
+
+    left: [B * (K+1), W], what is left of p at each node; it sums to `mass` [B * (K+1)].
+    """
+    now = left[at].div_(mass[at][:, None])
+    rest = residual_(now.clone(), q, tokens)
+    fill_empty_(rest, now, (tokens < 0) | (rest.sum(-1) == 0))
+    left[at], mass[at] = rest, rest.sum(-1)
+    return ratio(now, q, tokens).clamp(0.0, 1.0)
+
+
+def _take_chosen_(left: Tensor, mass: Tensor, at: Tensor, tokens: Tensor) -> Tensor:
+    """Do the same with one-hot q: a child takes its own id away and nothing else."""
+    width = left.shape[1]
+    inside = (tokens >= 0) & (tokens < width)
+    cell = at * width + tokens.clamp(0, width - 1)
+    flat, before = left.view(-1), mass[at]
+    p_child = flat[cell]
+    flat[cell] = torch.where(inside, 0.0, p_child)
+    rest = left[at].sum(-1)
+    gone = inside & (rest > 0)
+    flat[cell] = torch.where(gone, 0.0, p_child)
+    mass[at] = torch.where(gone, rest, before)
+    return torch.where(inside, p_child.double() / before.double(), 0.0).clamp(0.0, 1.0)
 
 
 def _of_nodes(q: DraftProbs, nodes: Tensor) -> DraftProbs:
