@@ -69,7 +69,11 @@ def test_greedy_text_does_not_depend_on_the_drafter(checkpoint, capsys):
     for draft in ("none", "ngram", "suffix", "suffix-tree", checkpoint / "draft"):
         assert run("generate", "--target", checkpoint / "target", "--draft", draft, TEXT) == 0
         texts.add(capsys.readouterr().out)
-    assert len(texts) == 1
+    arguments = ["--target", checkpoint / "target", "--draft", checkpoint / "draft", "--tree"]
+    assert run("generate", *arguments, "-k", 12, TEXT) == 0
+    assert len(texts | {capsys.readouterr().out}) == 1
+    assert run("generate", *arguments[:3], "suffix", "--tree", TEXT) == 2
+    assert "'suffix-tree'" in capsys.readouterr().err
 
 
 def test_draft_pages_are_bounded_by_its_context(checkpoint, capsys):

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from drafters import DFlashDrafter, DraftModelDrafter, DSparkDrafter, MTPDrafter, save_block_model
-from specmla import SamplingParams, build_step, save_checkpoint, save_part
+from drafters import (
+    DDTreeDrafter,
+    DFlashDrafter,
+    DraftModelDrafter,
+    DraftModelTreeDrafter,
+    DSparkDrafter,
+    MTPDrafter,
+    save_block_model,
+)
+from specmla import ArgumentError, SamplingParams, build_step, save_checkpoint, save_part
 from specmla.cli.drafts import drafter_from
 from specmla.cli.run import run_loop
 from tests.drafters.networks import tiny_block, tiny_mtp, tiny_target
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("mtp", MTPDrafter),
-        ("dflash", DFlashDrafter),
-        ("dspark", DSparkDrafter),
-        ("model", DraftModelDrafter),
-    ],
-)
-def test_a_directory_is_the_drafter_that_its_config_says(kind, expected, tmp_path):
-    target = tiny_target()
+def save(kind: str, target, tmp_path) -> None:
     if kind == "mtp":
         prefix = f"model.layers.{target.config.num_layers}."
         save_part(tiny_mtp(target), tmp_path, target.config.to_hf(), prefix)
@@ -29,11 +27,37 @@ def test_a_directory_is_the_drafter_that_its_config_says(kind, expected, tmp_pat
         save_checkpoint(tiny_target(layers=2), tmp_path)
     else:
         save_block_model(tiny_block(target, kind), tmp_path)
-    make = drafter_from(tmp_path, target, num_requests=2, longest=40, backend="reference")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree", "expected"),
+    [
+        ("mtp", False, MTPDrafter),
+        ("dflash", False, DFlashDrafter),
+        ("dspark", False, DSparkDrafter),
+        ("model", False, DraftModelDrafter),
+        ("dflash", True, DDTreeDrafter),
+        ("model", True, DraftModelTreeDrafter),
+    ],
+)
+def test_a_directory_is_the_drafter_that_its_config_says(kind, tree, expected, tmp_path):
+    target = tiny_target()
+    save(kind, target, tmp_path)
+    make = drafter_from(
+        tmp_path, target, num_requests=2, longest=40, backend="reference", tree=tree
+    )
     step = build_step(target, num_pages=4, num_draft_layers=1)
     assert type(make(step)) is expected
     prompts, sampling = [[3, 1, 4], [5, 9]], [SamplingParams(max_tokens=12)] * 2
     plain = run_loop(target, prompts, sampling)
-    drafted = run_loop(target, prompts, sampling, make, num_speculative_tokens=3)
+    drafted = run_loop(target, prompts, sampling, make, num_speculative_tokens=5)
     assert drafted.tokens == plain.tokens
     assert drafted.stats.num_draft_tokens > 10
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dspark"])
+def test_what_drafts_chains_gives_no_trees(kind, tmp_path):
+    target = tiny_target()
+    save(kind, target, tmp_path)
+    with pytest.raises(ArgumentError, match="chains"):
+        drafter_from(tmp_path, target, num_requests=2, longest=40, tree=True)

@@ -82,6 +82,9 @@ def generate(
     device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
     backend: Backend = None,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="trees of as many drafts: of a draft model or DFlash")
+    ] = False,
 ) -> int:
     """Continue a prompt with any DeepSeek-V2/V3-architecture checkpoint."""
     from specmla.cli.generate import GenerateOptions, run_generate
@@ -91,7 +94,7 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
     )
     options = GenerateOptions(
-        prompt, target, draft, num_speculative_tokens, sampling, device, dtype, backend
+        prompt, target, draft, num_speculative_tokens, sampling, device, dtype, backend, tree
     )
     return run_generate(options)
 

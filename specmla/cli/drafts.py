@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from drafters import (
+    DDTreeDrafter,
     DFlashDrafter,
     DraftModelDrafter,
+    DraftModelTreeDrafter,
     DSparkDrafter,
     MTPDrafter,
     load_block_model,
@@ -17,6 +19,8 @@ from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.mtp import load_mtp
 from specmla.models.parts import read_part_config
 from specmla.models.weights import load_checkpoint, read_config
+from specmla.verify.proposal import Drafter
+from specmla.verify.step import VerifyStep
 
 PAGE = 64
 BLOCKS = {"DFlashDraftModel": DFlashDrafter, "DSparkDraftModel": DSparkDrafter}
@@ -29,6 +33,7 @@ def drafter_from(
     num_requests: int,
     longest: int,
     backend: str | None = None,
+    tree: bool = False,
 ) -> MakeDrafter:
     """Load a drafter: a DFlash or DSpark network, the target's MTP module, or a draft model.
 
@@ -40,19 +45,29 @@ def drafter_from(
         num_requests: at once.
         longest: tokens of a request, drafts included.
         backend: attention backend of the drafter's own cache, by name.
+        tree: draft trees: a draft model's, or those of a DFlash block's marginals.
 
     Raises:
         CheckpointError: damaged, or nothing that can be served with this target.
-        ArgumentError: a draft model of another vocabulary.
+        ArgumentError: a draft model of another vocabulary, trees of what drafts chains only.
     """
     names = read_part_config(folder).get("architectures") or []
     block = next((BLOCKS[name] for name in names if name in BLOCKS), None)
     if block is not None:
+        if tree and block is not DFlashDrafter:
+            raise ArgumentError(f"tree is set and {str(folder)!r} is {names}, which drafts chains")
         draft = load_block_model(folder, target)
         pages = num_requests * (-(-(longest + draft.config.block_size) // PAGE) + 1)
-        return lambda step: block(target, draft, num_pages=pages, page_size=PAGE, backend=backend)
+
+        def make(step: VerifyStep) -> Drafter:
+            made = block(target, draft, num_pages=pages, page_size=PAGE, backend=backend)
+            return DDTreeDrafter(made) if tree else made
+
+        return make
     config = read_config(folder)
     if config.num_mtp_layers and config.num_layers == target.config.num_layers:
+        if tree:
+            raise ArgumentError(f"tree is set and {str(folder)!r} is an MTP module: chains only")
         module = load_mtp(folder, target)
         return lambda step: MTPDrafter(target, module, step)
     weight = target.model.embed_tokens.weight
@@ -64,4 +79,5 @@ def drafter_from(
         )
     longest = min(longest, config.max_position_embeddings)
     pages = num_requests * (-(-longest // PAGE) + 1)
-    return lambda step: DraftModelDrafter(model, num_pages=pages, backend=backend)
+    kind = DraftModelTreeDrafter if tree else DraftModelDrafter
+    return lambda step: kind(model, num_pages=pages, backend=backend)

@@ -30,6 +30,7 @@ class GenerateOptions:
     device: str
     dtype: str
     backend: str | None
+    tree: bool = False
 
 
 def run_generate(options: GenerateOptions) -> int:
@@ -70,9 +71,15 @@ def _text(argument: str) -> str:
 def _drafter(
     options: GenerateOptions, target: DeepseekForCausalLM, num_prompt: int
 ) -> Drafter | MakeDrafter | None:
+    named = [name for name in ("none", *LOOKUPS) if name == options.draft]
+    if named and options.tree:
+        raise ArgumentError(
+            f"tree is set with draft {options.draft!r}, accepted is a directory; for suffixes "
+            "use draft 'suffix-tree'"
+        )
     if options.draft == "none":
         return None
-    if options.draft in LOOKUPS:
+    if named:
         return LOOKUPS[options.draft](target.config.vocab_size)
     if not Path(options.draft).is_dir():
         raise ArgumentError(
@@ -81,5 +88,10 @@ def _drafter(
         )
     longest = num_prompt + (options.sampling.max_tokens or 0) + options.num_speculative_tokens + 1
     return drafter_from(
-        Path(options.draft), target, num_requests=1, longest=longest, backend=options.backend
+        Path(options.draft),
+        target,
+        num_requests=1,
+        longest=longest,
+        backend=options.backend,
+        tree=options.tree,
     )
