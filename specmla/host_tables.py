@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain, repeat
@@ -39,13 +40,13 @@ class HostTables:
         """Add the tables of the verify part."""
         if not requests:
             return
-        query_lens = [r.query_len for r in requests]
-        seq_lens = [r.seq_len for r in requests]
+        # Columns at once: asking every request for each field would take longer.
+        _, query_lens, seq_lens, _, _, starts = zip(*requests, strict=True)
         extents: Iterable[Iterable[int]]
         if self.mask is DraftMask.CAUSAL:
             # What `row_extents` gives for the rows of a checked request, none before its start.
-            firsts = [end - rows + 1 for end, rows in zip(seq_lens, query_lens, strict=True)]
-            extents = map(range, firsts, [end + 1 for end in seq_lens])
+            ends = [end + 1 for end in seq_lens]
+            extents = map(range, map(operator.sub, ends, query_lens), ends)
         else:
             extents = map(row_extents, repeat(self.mask), query_lens, seq_lens)
         self.arrays |= {
@@ -55,7 +56,7 @@ class HostTables:
             "query_start": array("i", running_starts(query_lens)),
             "seq_lens": array("i", seq_lens),
         }
-        if any(r.window_start for r in requests if r.query_len):
+        if any(starts) and any(r.window_start for r in requests if r.query_len):
             self.arrays["row_start"] = array(
                 "i", [r.window_start for r in requests for _ in range(r.query_len)]
             )
@@ -94,7 +95,7 @@ class HostTables:
         return sent
 
     def _block_table(self, requests: Sequence[RequestRows]) -> array[int]:
-        page, table = self.page_size, array("i")
+        page = self.page_size
         used = [-(-r.seq_len // page) for r in requests]
         self._width = width = max([1, *used])
         unused = array("i", [-1]) * width
@@ -105,11 +106,12 @@ class HostTables:
             if type(pages) is not array or pages.typecode != "i":
                 pages = array("i", pages)
             ids.append(pages)
-            cells += pages, unused[count:]
+            cells.append(pages)
+            if count < width:
+                cells.append(unused[count:])
         self._ids = bytearray().join(ids)
         # Array by array they would be added number by number.
-        table.frombytes(b"".join(cells))
-        return table
+        return array("i", self._ids if len(cells) == len(ids) else b"".join(cells))
 
     def slots(
         self, requests: Sequence[RequestRows], firsts: Sequence[int], ends: Sequence[int]

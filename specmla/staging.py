@@ -33,8 +33,7 @@ def send_arrays(arrays: Mapping[str, array[int]], device: torch.device) -> dict[
     parts: list[array[int] | bytes] = [*longs.values(), *ints.values(), padding]
     raw = bytearray().join(parts)
     host = torch.frombuffer(raw, dtype=torch.int64) if raw else torch.empty(0, dtype=torch.int64)
-    sent = send(host, device)
     # One split a dtype: a slice and a view of every array would take longer than the copy.
-    views = sent[:num_longs].split_with_sizes(long_sizes) if longs else ()
-    int_views = sent[num_longs:].view(torch.int32).split_with_sizes(int_sizes) if ints else ()
+    *views, rest = send(host, device).split_with_sizes([*long_sizes, len(host) - num_longs])
+    int_views = rest.view(torch.int32).split_with_sizes(int_sizes) if ints else ()
     return dict(zip((*longs, *ints), (*views, *int_views), strict=False))
