@@ -117,8 +117,14 @@ def merge_kernel(
     merge_ptr,  # [1 + tiles, MERGE_FIELDS] int32
     out_ptr,  # [T, H, 512]
     lse_ptr,  # [T, H] float32
+    INVARIANT: gl.constexpr,
 ):
-    """Merge every listed tile: a program takes a run of items, of one tile where possible."""
+    """Merge every listed tile: a program takes a run of items, of one tile where possible.
+
+    The form decides in which order pieces are added up. For a batch-invariant plan (INVARIANT) it
+    is the same for all: a row that does not see its tile's last piece must be merged as it is in a
+    shorter tile, without that piece.
+    """
     # The table is older than the kernel before this one: it may be read before that one ends.
     count, total = gl.load(merge_ptr), gl.load(merge_ptr + 1)
     share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
@@ -132,8 +138,9 @@ def merge_kernel(
         cuda.gdc_wait()
     for at in range(begin, gl.minimum(begin + share, total)):
         where = (part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item)
-        # By the pieces alone: the form decides in which order they are added up.
-        if record[3] <= 4:
+        if INVARIANT:
+            merge_item(where, 4, 16, SOME)
+        elif record[3] <= 4:
             merge_item(where, 16, 4, FEW)
         elif record[3] <= 8:
             merge_item(where, 8, 8, FEW)

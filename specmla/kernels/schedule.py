@@ -207,9 +207,9 @@ def schedule_kernel(
     if RUN > 0:
         cut = tl.where(runs > 0, tiles, 0)
         first = tl.cumsum(cut, 0) - cut
-        whole = merge_items(runs, tl.zeros_like(runs) + TILE_ROWS)
+        whole = merge_items(runs, tl.zeros_like(runs) + TILE_ROWS, RUN)
         last_rows = num_rows * H - (tiles - 1) * TILE_ROWS
-        items = tl.where(cut > 0, (tiles - 1) * whole + merge_items(runs, last_rows), 0)
+        items = tl.where(cut > 0, (tiles - 1) * whole + merge_items(runs, last_rows, RUN), 0)
         first_item = tl.cumsum(items, 0) - items
         for tile in range(0, tl.max(tiles)):
             live = (runs > 0) & (tile < tiles)
@@ -223,7 +223,7 @@ def schedule_kernel(
             rows = tl.minimum(num_rows * H - tile * TILE_ROWS, TILE_ROWS)
             tl.store(to + 5, rows, mask=live)
             tl.store(to + 6, first_item + tile * whole, mask=live)
-            tl.store(to + 7, merge_items(runs, rows), mask=live)
+            tl.store(to + 7, merge_items(runs, rows, RUN), mask=live)
         merges = (tl.sum(cut), tl.sum(items))
     tl.store(merge_ptr, merges[0])
     tl.store(merge_ptr + 1, merges[1])

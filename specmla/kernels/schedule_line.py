@@ -110,11 +110,14 @@ def find_job(
 
 
 @triton.jit
-def merge_items(pieces, live_rows):
+def merge_items(pieces, live_rows, RUN: tl.constexpr):
     """Count the items that `merge.py` makes of a tile: groups of 8 rows x shares of the columns."""
+    groups = (live_rows + 7) // 8
+    if RUN > 0:
+        return groups * 16
     few = tl.where(pieces <= 4, 4, tl.where(pieces <= 8, 8, 16))
     shares = tl.where(pieces <= 16, few, tl.where(pieces <= 32, 32, 64))
-    return (live_rows + 7) // 8 * shares
+    return groups * shares
 
 
 @triton.jit
@@ -141,7 +144,7 @@ def list_cut_jobs(
     tl.store(to + 4, first_row * H + tile * TILE_ROWS, mask=cut)
     live_rows = tl.minimum(num_rows * H - tile * TILE_ROWS, TILE_ROWS)
     tl.store(to + 5, live_rows, mask=cut)
-    items = tl.where(cut, merge_items(pieces, live_rows), 0)
+    items = tl.where(cut, merge_items(pieces, live_rows, 0), 0)
     tl.store(to + 6, num_items + tl.cumsum(items, 0) - items, mask=cut)
     tl.store(to + 7, items, mask=cut)
     return num_merges + tl.sum(cut.to(tl.int32)), num_items + tl.sum(items)

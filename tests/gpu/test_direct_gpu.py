@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,9 @@ def count(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         start.call = counting_call
         return start
 
+    # What other tests launched is known already and would not be counted.
+    for kernel in [found for found in gc.get_objects() if isinstance(found, DirectKernel)]:
+        monkeypatch.setattr(kernel, "_calls", {})
     monkeypatch.setattr(DirectKernel, "_run", counting_run)
     monkeypatch.setattr(direct, "find_start", counting_find)
     return counted

@@ -20,14 +20,16 @@ pytestmark = pytest.mark.gpu
 VOCAB = 512
 
 
-def tiny(layers: int, dtype: torch.dtype, seed: int = 0) -> DeepseekForCausalLM:
+def tiny(
+    layers: int, dtype: torch.dtype, seed: int = 0, rank: int = 128, rope: int = 32
+) -> DeepseekForCausalLM:
     torch.manual_seed(seed)
     attention = MLAConfig(
         hidden_size=256,
         num_heads=12,
-        kv_lora_rank=128,
+        kv_lora_rank=rank,
         qk_nope_head_dim=32,
-        qk_rope_head_dim=32,
+        qk_rope_head_dim=rope,
         v_head_dim=48,
     )
     model = DeepseekForCausalLM(DeepseekConfig(attention, layers, VOCAB, 512, 1024))

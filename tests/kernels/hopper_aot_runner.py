@@ -60,12 +60,12 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
     return {"label": str(case)} | measure(source, {"num_warps": 4, "maxnreg": REGISTERS})
 
 
-def compile_merge(dtype: str) -> dict[str, Any]:
+def compile_merge(dtype: str, invariant: bool) -> dict[str, Any]:
     named = dict.fromkeys(merge_kernel.arg_names, "*fp32")
-    named |= {"merge_ptr": "*i32", "out_ptr": f"*{dtype}"}
+    named |= {"merge_ptr": "*i32", "out_ptr": f"*{dtype}", "INVARIANT": "constexpr"}
     attrs = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 3, 4)}
-    source = GluonASTSource(merge_kernel, named, {}, attrs)
-    return {"label": f"merge {dtype}"} | measure(
+    source = GluonASTSource(merge_kernel, named, {(5,): invariant}, attrs)
+    return {"label": f"merge {dtype} {invariant}"} | measure(
         source, {"num_warps": WARPS, "maxnreg": MERGE_REGISTERS}
     )
 
@@ -89,5 +89,8 @@ def measure(source: GluonASTSource, options: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = [compile_case(case) for case in CASES] + [compile_merge(d) for d in ("bf16", "fp16")]
+    found = [compile_case(case) for case in CASES] + [
+        compile_merge(dtype, invariant)
+        for dtype, invariant in (("bf16", False), ("bf16", True), ("fp16", False))
+    ]
     Path(sys.argv[1]).write_text(json.dumps({"triton": triton.__version__, "built": found}))

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
-def make_table(records: list[list[int]]) -> torch.Tensor:
+def make_table(records: list[list[int]], invariant: bool = False) -> torch.Tensor:
     """Number the items of tiles (8 rows; 128, 64, 32, 16 or 8 columns), as a plan does."""
-    limits = {4: 4, 8: 8, 16: 16, 32: 32}
+    limits = {1000: 16} if invariant else {4: 4, 8: 8, 16: 16, 32: 32}
     total, rows = 0, []
     for record in records:
         shares = next((n for limit, n in limits.items() if record[3] <= limit), 64)
@@ -50,7 +50,7 @@ def test_merge_is_the_softmax_over_pieces(pieces: int, programs: int) -> None:
     table = make_table([record])
     out, out_lse = torch.full((100, 512), 7.0), torch.full((100,), 7.0)
     held = [t.to(CUDA) for t in (scratch, scratch_lse, table, out, out_lse)]
-    merge_kernel[(programs,)](*held, num_warps=WARPS)
+    merge_kernel[(programs,)](*held, INVARIANT=False, num_warps=WARPS)
     out, out_lse = held[3].cpu(), held[4].cpu()
 
     weight = torch.softmax(lse.double() * torch.log(torch.tensor(2.0).double()), 0)
@@ -88,6 +88,7 @@ def test_tiles_of_very_different_pieces(programs: int) -> None:
             table,
             out,
             out_lse,
+            INVARIANT=False,
             num_warps=WARPS,
         )
         return out, out_lse
@@ -98,3 +99,21 @@ def test_tiles_of_very_different_pieces(programs: int) -> None:
         rows = slice(64 * i, 64 * i + 64)
         assert torch.equal(together[rows], alone[rows]), counts[i]
         assert torch.equal(lse[rows], alone_lse[rows]), counts[i]
+
+
+@pytest.mark.parametrize("pieces", [3, 4, 8, 16, 32, 64, 70])
+def test_an_unseen_last_piece_changes_no_bit_of_a_batch_invariant_merge(pieces: int) -> None:
+    """A row of a verify may not see the last run of keys; as a decode it has one piece fewer."""
+    generator = torch.Generator().manual_seed(pieces)
+    scratch = torch.randn(pieces + 1, 2, 64, 256, generator=generator).to(CUDA)
+    scratch_lse = (3 * torch.randn(pieces + 1, 64, generator=generator)).to(CUDA)
+    scratch[-1], scratch_lse[-1] = 0, -torch.inf
+    found = []
+    for count in (pieces, pieces + 1):
+        table = make_table([[0, 1, 1, count, 0, 64, 0, 0]], invariant=True).to(CUDA)
+        out, lse = torch.full((64, 512), 7.0, device=CUDA), torch.full((64,), 7.0, device=CUDA)
+        held = (scratch, scratch_lse, table, out, lse)
+        merge_kernel[(40,)](*held, INVARIANT=True, num_warps=WARPS)
+        found.append((out, lse))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])

@@ -69,15 +69,17 @@ def make_plan(
     for record in program:
         check_pages(record, seq_lens, table, page_size)
     merges = merge[1 : 1 + merge[0][0]]
-    items = [merge_items(pieces, live) for _, _, _, pieces, _, live, *_ in merges]
+    items = [merge_items(pieces, live, run) for _, _, _, pieces, _, live, *_ in merges]
     assert [record[6] for record in merges] == [sum(items[:i]) for i in range(len(items))]
     assert [record[7] for record in merges] == items
     assert merge[0][1] == sum(items)
     return Plan(query_lens, seq_lens, heads, run, program, entry, merges)
 
 
-def merge_items(pieces: int, live_rows: int) -> int:
-    """Count the items of a tile: of 8 rows and 128, 64, 32, 16 or 8 columns."""
+def merge_items(pieces: int, live_rows: int, run: int) -> int:
+    """Count the items of a tile: of 8 rows and 128, 64, 32, 16 or 8 columns, of runs 32."""
+    if run:
+        return -(-live_rows // 8) * 16
     limits = {4: 4, 8: 8, 16: 16, 32: 32}
     shares = next((n for limit, n in limits.items() if pieces <= limit), 64)
     return -(-live_rows // 8) * shares

@@ -114,6 +114,7 @@ def _main_launch(
 
 def _merge_launch(out: Tensor, lse: Tensor, plan: HopperPlan) -> Launch:
     named = {
+        "INVARIANT": plan.shape.run > 0,
         "num_warps": WARPS,
         "maxnreg": MERGE_REGISTERS,
         "enable_fp_fusion": FP_FUSION,
