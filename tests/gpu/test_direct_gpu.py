@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from specmla.backends.rows import RowsBackend
 from specmla.backends.triton import TritonBackend
 from specmla.kernels import direct, store
 from specmla.kernels.direct import DirectKernel
+from specmla.kernels.prepared import PreparedLaunches
 from specmla.kernels.raw_launcher import RawStart, launcher_problems
 from specmla.kernels.store import store_kernel, store_rows
 from specmla.metadata import VerifyPart
@@ -38,31 +39,26 @@ BACKENDS = [
 
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Launches through Triton ("plain") and past it ("direct") from here on."""
-    counted = {"plain": 0, "direct": 0}
-    run, find = DirectKernel._run, direct.find_start
+    """Launches through Triton ("plain") and repeated calls ("repeated") from here on."""
+    counted = {"plain": 0, "repeated": 0}
+    run, find, start = DirectKernel._run, direct.find_start, PreparedLaunches.start
 
     def counting_run(self: DirectKernel, *args: Any) -> Any:
         counted["plain"] += 1
         return run(self, *args)
 
-    def counting_find(*args: Any) -> RawStart | None:
-        start = find(*args)
-        assert start is not None, "Triton's launcher is known, but not how this kernel starts"
-        call = start.call
+    def sure_find(*args: Any) -> RawStart | None:
+        found = find(*args)
+        assert found is not None, "Triton's launcher is known, but not how this kernel starts"
+        return found
 
-        def counting_call(*given: Any) -> None:
-            counted["direct"] += 1
-            call(*given)
+    def counting_start(self: PreparedLaunches, addresses: Sequence[int]) -> None:
+        counted["repeated"] += 1
+        start(self, addresses)
 
-        start.call = counting_call
-        return start
-
-    # What other tests launched is known already and would not be counted.
-    for kernel in [found for found in gc.get_objects() if isinstance(found, DirectKernel)]:
-        monkeypatch.setattr(kernel, "_calls", {})
     monkeypatch.setattr(DirectKernel, "_run", counting_run)
-    monkeypatch.setattr(direct, "find_start", counting_find)
+    monkeypatch.setattr(direct, "find_start", sure_find)
+    monkeypatch.setattr(PreparedLaunches, "start", counting_start)
     return counted
 
 
@@ -130,7 +126,7 @@ def test_a_repeat_is_no_launch_through_triton(count: dict[str, int]) -> None:
     for _ in range(10):
         attend(backend, case, part)
     assert count["plain"] == before["plain"]
-    assert count["direct"] >= before["direct"] + 10
+    assert count["repeated"] == before["repeated"] + 10
 
 
 @needs_hopper
