@@ -171,7 +171,8 @@ def _unlike_fresh(
     if not request.num_drafts or len(request.tokens) < 2:
         return ""
     name, tokens = request.request_id, list(request.tokens)
-    fresh = drafts_after(target, make, {name: tokens}, {name: request.sampling}, request.num_drafts)
+    limits = request.num_drafts, request.num_nodes
+    fresh = drafts_after(target, make, {name: tokens}, {name: request.sampling}, *limits)
     want, where = fresh[name], f"request {name} at {len(tokens)} tokens"
     if not torch.equal(got.tokens, want.tokens):
         return f"{where}: drafts {got.tokens.tolist()}, fresh {want.tokens.tolist()}"

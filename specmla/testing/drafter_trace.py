@@ -88,6 +88,7 @@ def drafts_after(
     histories: Histories,
     sampling: Mapping[Any, SamplingParams],
     num_drafts: int,
+    num_nodes: int = 0,
 ) -> dict[Hashable, Proposed]:
     """Give what a fresh drafter proposes behind `histories`, each of two tokens or more.
 
@@ -103,7 +104,7 @@ def drafts_after(
     told = [r._replace(new_tokens=(histories[r.request_id][-1],)) for r in results]
     drafter.observe(told, hidden)
     asked = [
-        DraftRequest(name, list(tokens), num_drafts, sampling[name])
+        DraftRequest(name, list(tokens), num_drafts, sampling[name], num_nodes)
         for name, tokens in histories.items()
     ]
     proposal = drafter.propose(asked)
@@ -138,13 +139,23 @@ def _run_step(
 
 
 def _steer(plan: StepPlan, logits: Tensor, accept: Accept) -> None:
-    """Make the target's choice, in place, that of the wanted drafts, then of another token."""
+    """Make the target's choice, in place, that of the wanted drafts, then of another token.
+
+    In a tree the youngest children that have children themselves are wanted.
+    """
     table, drafts = plan.row_table.tolist(), plan.drafts.tolist()
     for rows, given, request in zip(table, drafts, plan.requests, strict=True):
-        right = min(accept(request.request_id, request.position + 1), request.num_drafts)
-        chosen = given[:right]
-        if right < request.num_drafts:
-            chosen = [*chosen, (given[right] + 1) % logits.shape[1]]
-        for row, token in zip(rows, chosen, strict=False):
-            logits[row] = 0.0
-            logits[row, token] = 1.0
+        tree, at = request.tree, 0
+        parents = tree.parents if tree is not None else tuple(range(request.num_drafts))
+        for left in range(accept(request.request_id, request.position + 1), -1, -1):
+            children = {given[i]: i + 1 for i, parent in enumerate(parents) if parent == at}
+            drawn = [token for token in children if token >= 0]
+            if not drawn:
+                break
+            inner = [token for token in drawn if children[token] in parents]
+            token = (inner or drawn)[-1]
+            while left == 0 and token in children:
+                token = (token + 1) % logits.shape[1]
+            logits[rows[at]] = 0.0
+            logits[rows[at], token] = 1.0
+            at = children.get(token, at)

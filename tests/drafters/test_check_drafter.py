@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from drafters import (
+    DDTreeDrafter,
     DFlashDrafter,
     DraftModelDrafter,
+    DraftModelTreeDrafter,
     DSparkDrafter,
     MTPDrafter,
     NgramDrafter,
+    SuffixDrafter,
 )
 from specmla import DeepseekForCausalLM
 from specmla.testing import check_drafter
@@ -28,6 +31,16 @@ def maker(target, kind: str):
         return lambda step: NgramDrafter(VOCAB)
     if kind == "draft_model":
         return lambda step: DraftModelDrafter(tiny_target(1), num_pages=1400, page_size=4)
+    if kind == "model_tree":
+        wide = (0.5, 0.4, 0.3)  # so that three nodes are a tree
+        return lambda step: DraftModelTreeDrafter(
+            tiny_target(1), num_pages=1400, page_size=4, rates=wide
+        )
+    if kind.startswith("suffix"):
+        return lambda step: SuffixDrafter(VOCAB, tree=kind.endswith("tree"), max_cached_tokens=0)
+    if kind == "ddtree":
+        blocks = maker(target, "dflash")
+        return lambda step: DDTreeDrafter(blocks(step))
     if kind == "mtp":
         return lambda step: MTPDrafter(target, tiny_mtp(target), step)
     draft = tiny_block(target, kind)
@@ -35,7 +48,11 @@ def maker(target, kind: str):
     return lambda step: made(target, draft, num_pages=1400, page_size=8)
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft_model", "mtp", "dflash", "dspark"])
+KINDS = ["ngram", "suffix", "draft_model", "mtp", "dflash", "dspark"]
+TREES = ["suffix-tree", "model_tree", "ddtree"]
+
+
+@pytest.mark.parametrize("kind", KINDS + TREES)
 def test_our_drafters_pass(target, kind):
     lines: list[str] = []
     found = check_drafter(
@@ -44,6 +61,27 @@ def test_our_drafters_pass(target, kind):
     found.raise_if_failed()
     assert found.passed == ["honest", "cache", "seeds"]
     assert lines == ["honest: holds", "cache: holds", "seeds: holds"]
+
+
+@pytest.mark.parametrize("kind", ["model_tree", "ddtree"])
+def test_histories_of_trees_accept_paths(target, kind):
+    """The youngest children are accepted, so that rows have to be moved."""
+    seen = []
+    make = maker(target, kind)
+
+    def listening(step):
+        drafter = make(step)
+        observe = drafter.observe
+        drafter.observe = lambda results, hidden=None: (
+            seen.extend(results),
+            observe(results, hidden),
+        )
+        return drafter
+
+    check_drafter(listening, target, num_drafts=7, num_samples=4).raise_if_failed()
+    paths = [r.path for r in seen if r.path]
+    assert any(len(path) > 1 for path in paths)
+    assert any(path != tuple(range(len(path))) for path in paths)
 
 
 class Wrong:
