@@ -172,3 +172,26 @@ def test_nan_rows_out_of_reach_change_nothing() -> None:
         strict=True,
     ):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_children_that_cover_the_support_leave_something_to_draw_from(dense: bool) -> None:
+    """Float32, filters of two ids, both of them children: rounding must not end in an empty row."""
+    b = 4000
+    generator = torch.Generator().manual_seed(9)
+    first = torch.rand(b, generator=generator).clamp(1e-7, 1)
+    p = torch.zeros(b, 3, 5)
+    p[:, :, 1], p[:, :, 3] = first[:, None], 1 - first[:, None]
+    made, drafts = tables(*[[-1, -1]] * b), torch.tensor([[1, 3]]).expand(b, 2)
+    q = None
+    if dense:  # drawn without replacement from nearly the same
+        q = torch.zeros(b, 2, 5)
+        q[:, 0] = p[:, 0]
+        q[:, 1, 3] = 1.0
+    for u in (2.0**-53, 0.5, 1 - 2.0**-53):
+        numbers = torch.full((b, 2), u, dtype=torch.float64)
+        terms = multi_round(p, drafts, q, made)
+        assert ((terms.accept >= 0) & (terms.accept <= 1)).all()
+        got, _ = decide_tree(terms, drafts, made, numbers, numbers[:, 0])
+        assert not got.flagged.any()
+        assert ((got.tokens[:, 0] == 1) | (got.tokens[:, 0] == 3)).all()
