@@ -3,20 +3,20 @@
 A block drafter gives one distribution a position, all in one pass. A node of depth d is a choice of
 ids for the first d positions, and its chance is the product of theirs. The n likeliest nodes form a
 tree (a node is never likelier than its parent), found best first. Children are chosen and not
-drawn, so their draft distribution is one-hot.
+drawn, so their draft distribution is one-hot. For sampled requests they may be drawn instead.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import math
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from specmla import ArgumentError, DraftProposal
+from drafters.best_tree import BestTree, best_tree
+from drafters.tree_shape import RATES, check_rates, deepest, plan_tree, union
+from drafters.tree_sheet import TreeSheet
+from specmla import ArgumentError, DraftProposal, SamplingCache
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,89 +25,52 @@ if TYPE_CHECKING:
     from specmla import DraftRequest, HiddenRows, RequestResult
 
 
-class BestTree(NamedTuple):
-    """Nodes, likeliest first, so that each stands after its parent.
-
-    Attributes:
-        levels: position of each one's id in the block, 0 for the anchor's children.
-        ranks: which of that position's ids it is, 0 for the likeliest.
-        parents: place of its parent, -1 for the anchor.
-        score: sum of the nodes' chances: how many would be accepted if the marginals were right.
-    """
-
-    levels: list[int]
-    ranks: list[int]
-    parents: list[int]
-    score: float
-
-
-def best_tree(log_probs: Sequence[Sequence[float]], num_nodes: int) -> BestTree:
-    """Find the `num_nodes` likeliest nodes, or all there are.
-
-    Args:
-        log_probs: for each position the log-probabilities of its likeliest ids, falling. As many as
-            nodes are enough; -inf stands for no id.
-        num_nodes: most nodes.
-
-    Raises:
-        ArgumentError: log-probabilities that rise, are above 0 or NaN.
-    """
-    for level, row in enumerate(log_probs):
-        falls = all(a >= b for a, b in itertools.pairwise(row))
-        if not falls or not all(value <= 0 for value in row):
-            raise ArgumentError(
-                f"best_tree: log_probs[{level}] is {list(row)[:8]}, accepted are falling ones <= 0"
-            )
-    tree, heap, order = BestTree([], [], [], 0.0), list[tuple[float, int, int, int, int]](), 0
-    score = 0.0
-
-    def push(above: float, parent: int, level: int, rank: int) -> None:
-        nonlocal order
-        if level < len(log_probs) and rank < len(log_probs[level]):
-            chance = above + log_probs[level][rank]
-            if chance > -math.inf:
-                heapq.heappush(heap, (-chance, order, parent, level, rank))
-                order += 1
-
-    push(0.0, -1, 0, 0)
-    while heap and len(tree.parents) < num_nodes:
-        cost, _, parent, level, rank = heapq.heappop(heap)
-        tree.levels.append(level)
-        tree.ranks.append(rank)
-        tree.parents.append(parent)
-        score += math.exp(-cost)
-        push(-cost, len(tree.parents) - 1, level + 1, 0)
-        push(-cost - log_probs[level][rank], parent, level, rank + 1)
-    return tree._replace(score=score)
-
-
 class DDTreeDrafter:
     """Proposes trees from the marginals of a block drafter, which it drives.
+
+    Batches of greedy requests alone get the best trees. A sampled request accepts a drawn child
+    more often than a chosen one, so if there is any, the shape is planned (`plan_tree`) and the
+    children of sampled requests are drawn from the marginals without replacement.
 
     Args:
         blocks: runs the blocks (`DFlashDrafter`); nobody else may use it.
         num_nodes: most nodes of a tree, and fewer where `DraftRequest.num_nodes` says so; None: as
             many as that says.
+        drawn: draw for sampled requests; else they get the best trees as well.
+        rates: assumed chances of a node's children in the order of drawing; they shape drawn trees.
 
     Raises:
-        ArgumentError: a budget below 1.
+        ArgumentError: a budget below 1, rates that no tree can be planned from.
     """
 
-    def __init__(self, blocks: BlockDrafter, num_nodes: int | None = None) -> None:
+    def __init__(
+        self,
+        blocks: BlockDrafter,
+        num_nodes: int | None = None,
+        *,
+        drawn: bool = True,
+        rates: Sequence[float] = RATES,
+    ) -> None:
         if num_nodes is not None and num_nodes < 1:
             raise ArgumentError(f"num_nodes is {num_nodes}, accepted are values >= 1, or None")
-        self.blocks, self.num_nodes = blocks, num_nodes
+        check_rates(tuple(rates), 1)
+        self.blocks, self.num_nodes, self.drawn = blocks, num_nodes, drawn
+        self.rates = tuple(rates)[: blocks.vocab_size]
         self.vocab_size, self.hidden_layers = blocks.vocab_size, blocks.hidden_layers
+        self._sampling: SamplingCache | None = None
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         """Propose a tree for each request whose context is known; nothing for others.
 
-        Waits for the device once: the host must know the trees to build their masks.
+        Best trees wait for the device once: the host must know them to build their masks. Drawn
+        ones, whose shape is planned, don't.
         """
         output = self.blocks.run_blocks(requests)
         names = [r.request_id for r in requests]
         if output is None:
             return DraftProposal(tuple(names), (0,) * len(names), torch.empty(len(names), 0).long())
+        if self.drawn and any(r.sampling.temperature > 0 for r, _ in output.wanted):
+            return self._draw(output)
         wanted = [w.request for w in output.wanted]
         budgets = [self._budget(r) for r in wanted]
         log_probs, ids = likeliest(_marginals(output), max(budgets))
@@ -118,6 +81,28 @@ class DDTreeDrafter:
             )
         ]
         return _proposal([r.request_id for r in (*wanted, *output.others)], trees, ids.tolist())
+
+    @torch.no_grad()
+    def _draw(self, output: BlockOutput) -> DraftProposal:
+        """Fill planned trees; all nodes of a level share the marginal of its position."""
+        requests, anchors = [w.request for w in output.wanted], output.anchors
+        most = deepest(len(self.rates))
+        plans = [
+            plan_tree(self._budget(r), min(depth, most), self.rates) for r, depth in output.wanted
+        ]
+        if self._sampling is None:
+            self._sampling = SamplingCache(anchors.device)
+        sheet = TreeSheet(
+            union(frozenset(plans)),
+            requests,
+            anchors,
+            self._sampling,
+            num_rates=len(self.rates),
+            vocab_size=self.vocab_size,
+        )
+        for level, of in enumerate(sheet.plan.levels):
+            sheet.fill(level, output.logits[:, level, None].expand(-1, len(of.parents), -1))
+        return sheet.proposal(plans, [*requests, *output.others])
 
     def observe(self, results: Sequence[RequestResult], hidden: HiddenRows | None = None) -> None:
         """Pass on what was accepted."""

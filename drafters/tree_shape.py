@@ -6,7 +6,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from drafters.ddtree import best_tree
+from drafters.best_tree import best_tree
 from specmla import ArgumentError
 
 RATES = (0.6, 0.15, 0.07, 0.04)
@@ -94,6 +94,11 @@ def union(plans: frozenset[TreePlan]) -> TreePlan:
     return TreePlan(tuple(sorted(paths, key=lambda path: (len(path), path))))
 
 
+def deepest(num_rates: int) -> int:
+    """Give the most levels whose nodes `TreePlan.key` can number."""
+    return int(math.log(_MAX_KEY) / math.log(num_rates + 1)) - 1
+
+
 def check_rates(rates: tuple[float, ...], depth: int) -> None:
     """Refuse what no tree can be planned from.
 
@@ -104,7 +109,7 @@ def check_rates(rates: tuple[float, ...], depth: int) -> None:
     found = []
     if not rates or not all(0 < r <= 1 for r in rates) or sorted(rates)[::-1] != list(rates):
         found.append(f"rates are {rates}, accepted are falling ones above 0, at most 1")
-    most = int(math.log(_MAX_KEY) / math.log(len(rates) + 1)) - 1
+    most = deepest(max(1, len(rates)))
     if not 1 <= depth <= most:
         found.append(f"depth is {depth}, accepted are 1 to {most} with {len(rates)} rates")
     if found:

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from drafters import DFlashDrafter
-from drafters.ddtree import DDTreeDrafter, best_tree, likeliest
+from drafters.best_tree import best_tree
+from drafters.ddtree import DDTreeDrafter, likeliest
+from drafters.tree_shape import plan_tree
 from specmla import ArgumentError, DraftRequest, SamplingParams
+from specmla.verify.sibling_draws import without_replacement
 from tests.drafters.networks import block_logits, tiny_block, tiny_target
 from tests.e2e.conftest import make_step, prompts, run
 
@@ -75,11 +78,11 @@ def target():
     return tiny_target()
 
 
-def make(target, num_nodes=None):
+def make(target, num_nodes=None, **options):
     blocks = DFlashDrafter(
         target, tiny_block(target, "dflash"), num_pages=300, page_size=5, backend="reference"
     )
-    return DDTreeDrafter(blocks, num_nodes)
+    return DDTreeDrafter(blocks, num_nodes, **options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -88,7 +91,7 @@ def test_trees_are_those_of_recomputed_marginals(target, temperature: float) -> 
         name: (tokens, SamplingParams(temperature, seed=3, max_tokens=12))
         for name, (tokens, _) in prompts(4).items()
     }
-    drafter = make(target, num_nodes=7)
+    drafter = make(target, num_nodes=7, drawn=False)
     real, checked = drafter.propose, 0
 
     def propose(requests: list[DraftRequest]):
@@ -119,6 +122,46 @@ def test_trees_are_those_of_recomputed_marginals(target, temperature: float) -> 
     results = list(itertools.chain(*history))
     assert max(r.num_drafts for r in results) == 7
     assert any(r.path for r in results)
+
+
+def test_sampled_requests_draw_from_the_marginals_without_replacement(target) -> None:
+    """A greedy request beside them takes the likeliest ids of each position."""
+    batch = {
+        name: (tokens, SamplingParams(0.0 if name == "r0" else 0.7, seed=3, max_tokens=12))
+        for name, (tokens, _) in prompts(4).items()
+    }
+    drafter = make(target)
+    real, checked = drafter.propose, {"drawn": 0, "greedy": 0}
+
+    def propose(requests: list[DraftRequest]):
+        proposal = real(requests)
+        by_name = {r.request_id: r for r in requests}
+        for i, name in enumerate(proposal.request_ids):
+            r, count = by_name[name], proposal.counts[i]
+            if not count or proposal.probs is None:  # greedy requests alone get best trees
+                continue
+            shape = plan_tree(r.num_nodes, min(4, r.num_drafts))
+            assert tuple(proposal.parents[i]) == shape.parents
+            tokens, greedy = proposal.tokens[i, :count], r.sampling.temperature == 0
+            for parent in {-1, *shape.parents}:
+                children = [node for node in range(count) if shape.parents[node] == parent]
+                level = len(shape.paths[children[0]]) - 1
+                logits = block_logits(target, drafter.blocks.draft, list(r.tokens), [0] * level)
+                if greedy:
+                    want = logits.topk(len(children)).indices
+                    assert torch.equal(tokens[children], want)
+                else:
+                    q = torch.softmax(logits / 0.7, -1)[None]
+                    want = without_replacement(q, tokens[children][None])[0]
+                    assert torch.allclose(proposal.probs[i, children], want, atol=1e-3)
+                checked["greedy" if greedy else "drawn"] += len(children)
+        return proposal
+
+    drafter.propose = propose
+    tokens, _ = run(target, batch, drafter, 9, make_step(target))
+    assert checked["drawn"] > 100
+    assert checked["greedy"] > 20
+    assert tokens["r0"] == run(target, {"r0": batch["r0"]}, None, 4, make_step(target))[0]["r0"]
 
 
 def test_greedy_loop_equals_plain(target) -> None:
