@@ -213,8 +213,10 @@ class CapturedStep:
         def call() -> _Recorded:
             plan = held.for_capture(kept, has_probs=mode.has_probs)
             logits, states = _parts(self.forward(plan))
-            require(logits_problems(plan, logits, self.step.vocab_size), "CapturedStep.forward")
-            return _Recorded(*decide_step(plan, logits, rule), states)
+            impl = self.step.acceptance
+            found = logits_problems(plan, logits, self.step.vocab_size, impl)
+            require(found, "CapturedStep.forward")
+            return _Recorded(*decide_step(plan, logits, rule, impl), states)
 
         return call
 

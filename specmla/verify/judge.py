@@ -11,7 +11,9 @@ from torch import Tensor
 
 from specmla.cache.layout import DTYPES
 from specmla.verify.accept import Acceptance, decide, find_rule, greedy, step_numbers
-from specmla.verify.logprobs import emitted_logprobs, split_logprobs
+from specmla.verify.fused import DTYPES as FUSED_DTYPES
+from specmla.verify.fused import decide_fused, fused_logprobs
+from specmla.verify.logprobs import emitted_logprobs, raw_logprobs, split_logprobs
 from specmla.verify.plan import StepPlan, rows_of_requests
 from specmla.verify.processors.attach import process_step
 from specmla.verify.rules.terms import Rule, num_drafts
@@ -81,29 +83,39 @@ class Verdict:
         ]
 
 
-def logits_problems(plan: StepPlan, logits: Tensor, vocab_size: int) -> list[str]:
+def logits_problems(
+    plan: StepPlan, logits: Tensor, vocab_size: int, impl: str = "torch"
+) -> list[str]:
     """List why `logits` can't be those of the step."""
     found, shape = [], [plan.logit_rows.shape[0], vocab_size]
     if list(logits.shape) != shape:
         found.append(f"logits has shape {tuple(logits.shape)}, accepted is [R, W] = {shape}")
-    if logits.dtype not in DTYPES:
-        found.append(f"logits has dtype {logits.dtype}, accepted are {[str(d) for d in DTYPES]}")
+    dtypes = DTYPES if impl == "torch" else FUSED_DTYPES
+    if logits.dtype not in dtypes:
+        found.append(
+            f"logits has dtype {logits.dtype}, accepted with acceptance={impl!r} are "
+            f"{[str(d) for d in dtypes]}"
+        )
     if logits.device != plan.logit_rows.device:
         found.append(f"logits is on {logits.device}, accepted is {plan.logit_rows.device}")
     return found
 
 
-def judge(plan: StepPlan, logits: Tensor, rule: str | Rule) -> Verdict:
+def judge(plan: StepPlan, logits: Tensor, rule: str | Rule, impl: str = "torch") -> Verdict:
     """Accept or reject every draft of the step; greedy requests alone need no probabilities."""
-    return send_verdict(plan, *decide_step(plan, logits, rule))
+    return send_verdict(plan, *decide_step(plan, logits, rule, impl))
 
 
-def decide_step(plan: StepPlan, logits: Tensor, rule: str | Rule) -> tuple[Acceptance, Tensor]:
+def decide_step(
+    plan: StepPlan, logits: Tensor, rule: str | Rule, impl: str = "torch"
+) -> tuple[Acceptance, Tensor]:
     """Give the decisions on the device, the second time packed as `Verdict.host`.
 
     Nothing is read back, and nothing of the plan's host side is looked at but the sampling flags:
     it can be captured.
     """
+    if impl == "triton" and plan.tree is None and not plan.sampling.all_greedy:
+        return _decide_fused(plan, logits, find_rule(rule))
     found = _decide(*process_step(plan, logits), find_rule(rule))
     acceptance, path, flagged = found.acceptance, found.path, found.flagged
     parts, judged = [acceptance.tokens], num_drafts(plan.drafts)
@@ -118,6 +130,17 @@ def decide_step(plan: StepPlan, logits: Tensor, rule: str | Rule) -> tuple[Accep
         real = emitted_logprobs(raw, found.probs, plan.sampling, acceptance.tokens, rows)
         parts.append(real.view(torch.int64))
     return acceptance, torch.cat(parts, dim=1)
+
+
+def _decide_fused(plan: StepPlan, logits: Tensor, rule: Rule) -> tuple[Acceptance, Tensor]:
+    found = decide_fused(*process_step(plan, logits), rule)
+    if plan.sampling.raw_logprobs is None:
+        return found.acceptance, found.packed
+    place = torch.arange(plan.row_table.shape[1], device=logits.device)
+    tokens, is_raw = found.acceptance.tokens, plan.sampling.raw_logprobs.bool()[:, None]
+    raw = raw_logprobs(rows_of_requests(plan, logits), place.expand_as(tokens), tokens)
+    real = torch.where(is_raw, raw, fused_logprobs(found))
+    return found.acceptance, torch.cat([found.packed, real.view(torch.int64)], dim=1)
 
 
 class _Decided(NamedTuple):

@@ -25,6 +25,7 @@ from specmla.errors import ArgumentError, NumericsError, require
 from specmla.mask import DraftMask
 from specmla.metadata import RequestRows
 from specmla.verify.accept import Rule, find_rule, rule_problems
+from specmla.verify.fused import choose_impl
 from specmla.verify.judge import Decision, Verdict, judge, logits_problems
 from specmla.verify.moves import move_paths
 from specmla.verify.pending import (
@@ -61,6 +62,8 @@ class VerifyStep:
         vocab_size: W of the target.
         max_seq_len: context limit in tokens, emitted ones included.
         rule: an acceptance rule or the name of one in `specmla.verify.rules.registry.RULES`.
+        acceptance: "torch" decides by the rule itself, "triton" by fused kernels; None chooses by
+            device and rule (`specmla.verify.fused.choose_impl`).
         allow_vocab_mismatch: take drafters whose vocabulary has another size, where equal ids mean
             equal tokens and the rest is padding.
 
@@ -77,6 +80,7 @@ class VerifyStep:
         vocab_size: int,
         max_seq_len: int,
         rule: str | Rule = "token_level",
+        acceptance: str | None = None,
         allow_vocab_mismatch: bool = False,
     ) -> None:
         found = rule_problems(rule)
@@ -86,6 +90,7 @@ class VerifyStep:
         self.vocab_size, self.max_seq_len, self.rule = vocab_size, max_seq_len, rule
         self.allow_vocab_mismatch = allow_vocab_mismatch
         self._rule = find_rule(rule)
+        self.acceptance = choose_impl(acceptance, self._rule, builder.device)
         self._table = RequestTable(vocab_size, max_seq_len)
         self._sampling = SamplingCache(builder.device)
         self._open: StepPlan | None = None
@@ -251,13 +256,14 @@ class VerifyStep:
 
         Args:
             plan: the planned step.
-            logits: [R, W] of `plan.logit_rows`, float16 to float64.
+            logits: [R, W] of `plan.logit_rows`, float16 to float64 (to float32 for "triton").
 
         Raises:
             ArgumentError: logits of another shape, dtype or device.
         """
-        require(logits_problems(plan, logits, self.vocab_size), "VerifyStep.verify")
-        return judge(plan, logits, self._rule)
+        found = logits_problems(plan, logits, self.vocab_size, self.acceptance)
+        require(found, "VerifyStep.verify")
+        return judge(plan, logits, self._rule, self.acceptance)
 
     def commit(self, plan: StepPlan, verdict: Verdict) -> list[RequestResult]:
         """Await the verdict, move lengths on, free what was rejected; results in plan order.

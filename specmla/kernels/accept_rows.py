@@ -1,0 +1,78 @@
+"""Accept, second pass: maximum and mass of each row from its chunks, and the cut of greedy rows."""
+
+# Kernel bodies are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specmla.kernels.accept_prims import KEEP_ALL, exponent_scale, sort_key
+
+NUM_WARPS = 1
+
+
+@triton.jit(do_not_specialize=["K"])
+def accept_rows_kernel(
+    max_ptr,  # [B * (K + 1)] float32
+    mass_ptr,  # [B * (K + 1)] float32, sum of exponents of what is kept
+    cut_ptr,  # [B * (K + 1)] int64, least key that is kept
+    wrong_ptr,  # [B * (K + 1)] int32, 1 where the row has no distribution
+    part_max_ptr,  # [B * (K + 1), C] float32
+    part_sum_ptr,  # [B * (K + 1), C] float32
+    part_top_ptr,  # [B * (K + 1), C] int32
+    drafts_ptr,  # [B, K] int64
+    temperature_ptr,  # [B] float32
+    K,
+    C,
+    CHUNKS: tl.constexpr,
+):
+    """One row; those that can't be reached are marked as good."""
+    place = tl.program_id(0)
+    b, j = place // (K + 1), place % (K + 1)
+    if tl.load(drafts_ptr + b * K + j - 1, mask=j > 0, other=0) < 0:
+        tl.store(wrong_ptr + place, 0)
+        return
+    chunk = tl.arange(0, CHUNKS)
+    there = chunk < C
+    part_max = tl.load(part_max_ptr + place * C + chunk, mask=there, other=float("-inf"))
+    part_sum = tl.load(part_sum_ptr + place * C + chunk, mask=there, other=0.0)
+    top = tl.load(part_top_ptr + place * C + chunk, mask=there, other=2147483647)
+    temperature = tl.load(temperature_ptr + b)
+    row_max = tl.max(part_max, 0)
+    wrong = (tl.min(top, 0) < 0) | (row_max == float("-inf"))
+    row_max = tl.where(wrong, 0.0, row_max)
+    live = there & (part_max > float("-inf"))
+    shrunk = tl.exp2((part_max - row_max) * exponent_scale(temperature))
+    mass = tl.sum(tl.where(live, part_sum * shrunk, 0.0), 0)
+    first = tl.min(tl.where(there & (part_max == row_max), top, 2147483647), 0)
+    greedy = temperature == 0
+    tl.store(max_ptr + place, row_max)
+    tl.store(mass_ptr + place, tl.where(greedy, 1.0, mass))
+    tl.store(cut_ptr + place, tl.where(greedy, sort_key(row_max, first), KEEP_ALL))
+    tl.store(wrong_ptr + place, wrong.to(tl.int32))
+
+
+def launch_rows(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    parts: tuple[Tensor, Tensor, Tensor],
+    drafts: Tensor,
+    temperature: Tensor,
+) -> None:
+    """Fill maximum, mass, cut and flag of each row from the parts of its chunks."""
+    chunks = parts[0].shape[1]
+    with torch.cuda.device_of(drafts):
+        accept_rows_kernel[(parts[0].shape[0],)](
+            *rows,
+            *parts,
+            drafts,
+            temperature,
+            drafts.shape[1],
+            chunks,
+            CHUNKS=triton.next_power_of_2(chunks),
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,109 @@
+"""Acceptance by Triton kernels: which steps they serve, and a plan's tensors as they take them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specmla.errors import require
+from specmla.verify.accept import Acceptance, Rule
+from specmla.verify.plan import StepPlan
+from specmla.verify.rules.registry import LOSSLESS
+from specmla.verify.vocab import dense_probs
+
+if TYPE_CHECKING:
+    from specmla.kernels.accept import Accepted, AcceptInputs, Filters
+
+IMPLS = ("torch", "triton")
+"""What decides a step: the pure rules in torch, or fused kernels."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Logits that the kernels take."""
+
+
+def rule_name(rule: Rule) -> str | None:
+    """Give the name by which the kernels know a rule, if they do."""
+    return next((name for name, known in LOSSLESS.items() if known is rule), None)
+
+
+def choose_impl(impl: str | None, rule: Rule, device: torch.device) -> str:
+    """Give what decides the chains of a step.
+
+    None: "triton" on a GPU for the rules that it knows, else "torch". The choice holds for all
+    steps, so that a request's tokens do not depend on its batch mates through it. Trees, and steps
+    in which all requests are greedy, are decided in torch with either.
+
+    Raises:
+        ArgumentError: an unknown name, or one that can't serve the rule on the device.
+    """
+    known = rule_name(rule) is not None
+    if impl is None:
+        return "triton" if known and device.type == "cuda" else "torch"
+    found = [] if impl in IMPLS else [f"acceptance is {impl!r}, accepted are {IMPLS} and None"]
+    if impl == "triton" and not known:
+        found.append(f"acceptance is 'triton' and rule {rule!r}, accepted are {sorted(LOSSLESS)}")
+    if impl == "triton":
+        from specmla.kernels.inputs import device_problems
+        from specmla.kernels.prims import INTERPRETED
+
+        found += device_problems(device, torch.float32, INTERPRETED)
+    require(found, "acceptance")
+    return impl
+
+
+class Fused(NamedTuple):
+    """Decisions of a step and what its log-probabilities follow from.
+
+    Attributes:
+        acceptance: on the device.
+        packed: [B, K + 4] int64, as `Verdict.host`.
+        inputs, filters: what they were made from.
+        rows: maximum and mass of each row.
+    """
+
+    acceptance: Acceptance
+    packed: Tensor
+    inputs: AcceptInputs
+    filters: Filters
+    rows: Accepted
+
+
+def decide_fused(plan: StepPlan, logits: Tensor, rule: Rule) -> Fused:
+    """Decide a step of chains by the kernels.
+
+    Args:
+        plan: of the step; without trees.
+        logits: [R, W] of `DTYPES`, after all processors.
+        rule: one that has a name.
+    """
+    from specmla.kernels.accept import AcceptInputs, Filters, fused_accept
+
+    sampling, q, name = plan.sampling, plan.draft_probs, rule_name(rule)
+    assert name is not None
+    if q is not None:
+        q = dense_probs(q, logits.shape[1]).float().contiguous()
+    min_p = sampling.min_p
+    if min_p is None:  # read only where something is filtered
+        min_p = torch.zeros_like(sampling.top_p) if sampling.any_filter else sampling.top_p
+    inputs = AcceptInputs(
+        logits.contiguous(), plan.row_table, plan.drafts, q, sampling.seeds, plan.positions
+    )
+    filters = Filters(
+        sampling.temperature, sampling.top_k, sampling.top_p, min_p, sampling.any_filter
+    )
+    got = fused_accept(inputs, filters, name)
+    packed = got.packed
+    acceptance = Acceptance(packed[:, -2], got.next_token, packed[:, :-3], packed[:, -1] != 0)
+    return Fused(acceptance, packed, inputs, filters, got)
+
+
+def fused_logprobs(found: Fused) -> Tensor:
+    """Give log p [B, K+1] float64 of the emitted tokens under what they were drawn from."""
+    logits, table = found.inputs.logits, found.inputs.table
+    tokens, temperature = found.acceptance.tokens, found.filters.temperature[:, None]
+    picked = logits[table, tokens.clamp(min=0)].float()
+    raised = (picked - found.rows.row_max) / temperature.clamp(min=1e-30)
+    log_p = raised.double() - found.rows.row_mass.double().log()
+    return torch.where(temperature == 0, 0.0, log_p)

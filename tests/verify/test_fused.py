@@ -1,0 +1,82 @@
+"""Fused acceptance in a step: the same results as by the rules in torch, and refusals by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specmla import ArgumentError, SamplingParams, VerifyStep
+from specmla.verify.fused import choose_impl
+from specmla.verify.rules.lossy_typical import LossyTypical
+from specmla.verify.rules.registry import LOSSLESS
+from tests.verify import scripted
+from tests.verify.scripted import run
+from tests.verify.test_seeds import draw_drafts
+
+PARAMS = {
+    "plain": SamplingParams(1.0, seed=1, logprobs="processed"),
+    "greedy": SamplingParams(seed=2, logprobs="processed"),
+    "filtered": SamplingParams(0.9, 6, 0.9, seed=3, min_p=0.01, logprobs="processed"),
+    "penalised": SamplingParams(1.0, seed=4, frequency_penalty=0.7, logprobs="raw"),
+    "silent": SamplingParams(0.8, seed=5, banned_token_ids=(3, 4)),
+}
+
+
+def make_step(rule: str, acceptance: str) -> VerifyStep:
+    plain = scripted.make_step(rule)
+    return VerifyStep(
+        cache=plain.cache,
+        blocks=plain.blocks,
+        builder=plain.builder,
+        vocab_size=scripted.W,
+        max_seq_len=64,
+        rule=rule,
+        acceptance=acceptance,
+    )
+
+
+@pytest.mark.parametrize("with_probs", [True, False])
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_results_are_those_of_torch(rule: str, with_probs: bool) -> None:
+    steps = {impl: make_step(rule, impl) for impl in ("torch", "triton")}
+    for step in steps.values():
+        for i, (name, params) in enumerate(PARAMS.items()):
+            step.add(name, [1, 2, 3 + i], params)
+    for turn in range(2):
+        results = {}
+        for impl, step in steps.items():
+            drafts, probs = {}, {}
+            for wanted in step.draft_requests(2 if turn else 0):
+                name, count = str(wanted.request_id), (len(str(wanted.request_id)) + turn) % 3
+                if count:
+                    drafts[name], probs[name] = draw_drafts(
+                        list(wanted.tokens), wanted.sampling.seed or 0, count
+                    )
+            results[impl] = run(step, drafts or None, probs if with_probs else None)
+        for name, want in results["torch"].items():
+            got = results["triton"][name]
+            assert got._replace(logprobs=None) == want._replace(logprobs=None)
+            assert (got.logprobs is None) == (want.logprobs is None)
+            assert got.logprobs == pytest.approx(want.logprobs, abs=2e-5)
+
+
+def test_choice_is_made_once_and_by_name() -> None:
+    rules, cpu = list(LOSSLESS.values()), torch.device("cpu")
+    assert [choose_impl(None, rule, cpu) for rule in rules] == ["torch"] * 3
+    assert [choose_impl(None, rule, torch.device("cuda")) for rule in rules] == ["triton"] * 3
+    assert choose_impl(None, LossyTypical(), torch.device("cuda")) == "torch"
+    assert choose_impl("torch", rules[0], torch.device("cuda")) == "torch"
+    with pytest.raises(ArgumentError, match="acceptance is 'fast'"):
+        choose_impl("fast", rules[0], cpu)
+    with pytest.raises(ArgumentError, match=r"rule LossyTypical.*accepted are \['block'"):
+        choose_impl("triton", LossyTypical(), cpu)
+
+
+def test_float64_logits_are_refused() -> None:
+    step = make_step("token_level", "triton")
+    step.add("a", [1, 2], SamplingParams(1.0))
+    plan = step.plan()
+    with pytest.raises(ArgumentError, match=r"acceptance='triton'.*float32"):
+        step.verify(plan, torch.zeros(1, scripted.W, dtype=torch.float64))
