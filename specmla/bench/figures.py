@@ -19,7 +19,7 @@ RESULTS = Path(str(files("specmla"))) / "bench" / "results"
 
 def figures() -> str:
     """Give the whole block of the README."""
-    return "\n\n".join([_verify(), *_grid(), _step(), _loop(), _training()])
+    return "\n\n".join([_verify(), *_grid(), _layer(), _step(), _loop(), _training()])
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -71,19 +71,41 @@ def _grid() -> list[str]:
     return grid_figures(_load("h200")) if (RESULTS / "h200.json").exists() else []
 
 
+def _layer() -> str:
+    found = _load("h200_layer")
+    shown = ("store", "fused", "absorb", "attend", "lift", "four", "layer")
+    lines: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in found["rows"]:
+        lines.setdefault(row["batch"], {})[row["part"]] = row
+    rows = [
+        [f"`{batch}` {form}", *(f"{parts[part][f'{form}_us']:.1f}" for part in shown)]
+        for batch, parts in lines.items()
+        for form in ("eager", "captured")
+    ]
+    return (
+        f"**One layer** of DeepSeek-V3's size at 16 heads, one {found['env']['gpu']['name']}, "
+        f"{found['env']['date'][:10]}, bf16, µs: the parts of a verify one by one, the four one "
+        "after another (`store`, `absorb`, `attend`, `lift`) and the whole module with its "
+        "projections; `fused` stores from the projection's output, norm and rotation included.\n\n"
+        + _table(["batch, µs", *shown], rows)
+        + "\n\n`python -m specmla.bench layer`"
+    )
+
+
 def _step() -> str:
     later, first = _load("cpu_step"), _load("h200_step")
     row = later["rows"][0]
     parts = [
         f"plan {r['plan_us']:.0f} µs, commit {r['commit_us']:.0f} µs, together "
         f"{r['plan_commit_us']:.0f} µs"
-        for r in (row, first["rows"][0])
+        for r in (row, *first["rows"])
     ]
     return (
         f"**Host time of a step** (plan and commit, B = {row['requests']}, K = {row['drafts']}, "
         f"{row['prompt_len']} cached tokens each; medians, aim 300 µs): {parts[0]} on one "
-        f"thread of the CPU below, without the backend's own plan. Beside the H200, before tables "
-        f"and plan went out in one copy: {parts[1]}. `python -m specmla.bench step`"
+        "thread of the CPU below, without the backend's own plan. Beside the H200, the backend's "
+        f"plan included, in two runs on different hosts: {'; '.join(parts[1:])}. "
+        "`python -m specmla.bench step`"
     )
 
 

@@ -154,9 +154,13 @@ def _error_line(found: Comparison) -> Judged:
 
 
 def _host_line(found: Comparison) -> Judged:
+    """Of the last run alone: what the host does is the same at every point."""
+    ours = [point for point, provider in found.rows if provider == OURS]
+    last = max((found.value(point, OURS, "run") or 0 for point in ours), default=0)
     times = [
         us
-        for point, provider in found.rows
-        if provider == OURS and (us := found.value(point, OURS, "host_us")) is not None
+        for point in ours
+        if (found.value(point, OURS, "run") or 0) == last
+        and (us := found.value(point, OURS, "host_us")) is not None
     ]
     return Judged(HOST, statistics.median(times) if times else None)
