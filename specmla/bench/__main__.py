@@ -1,4 +1,4 @@
-"""The benchmark command: `python -m specmla.bench verify|grid|plot|layer|prefill|step|env`.
+"""The benchmark command: `python -m specmla.bench verify|accept|grid|plot|layer|prefill|step|env`.
 
 Exit status: 0 if everything asked for was measured or refused with its reason, 1 if a provider's
 result is wrong (it isn't timed), 2 for bad arguments or if nothing could be measured. Bad arguments
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specmla.bench import plot
+from specmla.bench.accept_command import add_accept
 from specmla.bench.arguments import (
     Parser,
     add_common,
@@ -83,6 +84,7 @@ def _parser() -> Parser:
     add_plot(commands)
     add_layer(commands)
     add_prefill(commands)
+    add_accept(commands)
     env = commands.add_parser("env", help="print versions, device and commit as JSON")
     env.set_defaults(run=lambda args, words: print(json.dumps(collect_env(words), indent=1)) or 0)
     return parser
