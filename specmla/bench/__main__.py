@@ -1,4 +1,4 @@
-"""The benchmark command: `python -m specmla.bench verify|accept|grid|plot|layer|prefill|step|env`.
+"""The benchmark: `python -m specmla.bench verify|accept|trees|grid|plot|layer|prefill|step|env`.
 
 Exit status: 0 if everything asked for was measured or refused with its reason, 1 if a provider's
 result is wrong (it isn't timed), 2 for bad arguments or if nothing could be measured. Bad arguments
@@ -36,6 +36,7 @@ from specmla.bench.provider import get_provider
 from specmla.bench.report import TIMED, WRONG, VerifyRow, document, table, write_json
 from specmla.bench.step_command import add_step
 from specmla.bench.timing import method
+from specmla.bench.trees_command import add_trees
 from specmla.bench.verify import VerifyOptions, check_batch, run_batch
 from specmla.errors import SpecMLAError
 from specmla.mask import DraftMask
@@ -84,6 +85,7 @@ def _parser() -> Parser:
     add_plot(commands)
     add_layer(commands)
     add_prefill(commands)
+    add_trees(commands)
     add_accept(commands)
     env = commands.add_parser("env", help="print versions, device and commit as JSON")
     env.set_defaults(run=lambda args, words: print(json.dumps(collect_env(words), indent=1)) or 0)
