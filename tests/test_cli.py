@@ -76,6 +76,21 @@ def test_greedy_text_does_not_depend_on_the_drafter(checkpoint, capsys):
     assert "'suffix-tree'" in capsys.readouterr().err
 
 
+def test_sampled_text_of_sample_match_does_not_depend_on_the_drafter(checkpoint, capsys):
+    """Every token is the target's own draw at its place; min-p is part of what is drawn from."""
+    texts = []
+    for draft in ("none", "ngram", checkpoint / "draft"):
+        arguments = ["--target", checkpoint / "target", "--draft", draft, "--max-tokens", 12]
+        sampling = ["--temperature", 1.5, "--min-p", 0.02, "--rule", "sample_match", "--seed", 5]
+        assert run("generate", *arguments, *sampling, TEXT) == 0
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1
+    arguments = ["--target", checkpoint / "target", "--draft", checkpoint / "draft"]
+    for rule in ("block", "lossy_relaxed"):
+        assert run("generate", *arguments, "--rule", rule, "--temperature", 1, TEXT) == 0
+        capsys.readouterr()
+
+
 def test_draft_pages_are_bounded_by_its_context(checkpoint, capsys):
     arguments = ["--target", checkpoint / "target", "--draft", checkpoint / "draft"]
     assert run("generate", *arguments, "--max-tokens", 10**12, TEXT) == 0
@@ -147,6 +162,8 @@ def bad_cases(root):
     )
     yield "empty prompt", ["generate", "--target", target, ""], "prompt"
     yield "temperature", ["generate", "--target", target, "--temperature", -1, "x"], "temperature"
+    yield "min_p", ["generate", "--target", target, "--min-p", 2, "x"], "min_p"
+    yield "rule", ["generate", "--target", target, "--rule", "wishful", "x"], "wishful"
     yield "top_p", ["generate", "--target", target, "--top-p", 0, "x"], "top_p"
     yield "dtype", ["generate", "--target", target, "--dtype", "int8", "x"], "int8"
     yield "device", ["demo", "--device", "toaster"], "toaster"
@@ -167,7 +184,7 @@ def bad_cases(root):
 
 NAMES = [
     *("missing directory", "broken tokenizer", "missing draft", "vocabulary", "empty prompt"),
-    *("temperature", "top_p", "dtype", "device", "backend", "drafts", "plot"),
+    *("temperature", "min_p", "rule", "top_p", "dtype", "device", "backend", "drafts", "plot"),
     *("plot format", "plot directory", "no UTF-8"),
     *("unknown option", "unknown command", "bench grammar"),
 ]

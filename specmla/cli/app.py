@@ -78,6 +78,11 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 keeps all")] = 0,
     top_p: Annotated[float, typer.Option(help="1 keeps all")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 keeps all")] = 0.0,
+    rule: Annotated[
+        str,
+        typer.Option(help="token_level, block, sample_match; lossy_typical, lossy_relaxed"),
+    ] = "token_level",
     seed: Annotated[int, typer.Option(help="of all random streams")] = 0,
     device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
@@ -91,10 +96,15 @@ def generate(
     from specmla.verify.sampling import SamplingParams
 
     sampling = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        max_tokens=max_tokens,
     )
     options = GenerateOptions(
-        prompt, target, draft, num_speculative_tokens, sampling, device, dtype, backend, tree
+        prompt, target, draft, num_speculative_tokens, sampling, device, dtype, backend, tree, rule
     )
     return run_generate(options)
 
@@ -133,6 +143,55 @@ def info(
             model, context, batch, query_len, page_size, dtype, cache_format, gpu_memory, gpu, json
         )
     )
+
+
+@app.command()
+def compare(
+    draft: Annotated[
+        str,
+        typer.Option(
+            help="by comma: ngram, suffix, suffix-tree, draft_model, directories; the last two also "
+            "with -tree behind them"
+        ),
+    ] = "ngram,suffix,suffix-tree,draft_model,draft_model-tree",
+    rule: Annotated[
+        str, typer.Option(help="by comma: token_level, block, sample_match; greedy is one for all")
+    ] = "token_level,block,sample_match",
+    temperature: Annotated[str, typer.Option(help="by comma; 0 is greedy")] = "0,1",
+    target: Annotated[
+        Path | None, typer.Option(help="checkpoint directory; the shipped target if not given")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSON list of texts; excerpts of held-out modules if not given"),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="how many prompts")] = 12,
+    num_speculative_tokens: NumDrafts = 4,
+    nodes: Annotated[int, typer.Option(min=1, max=63, help="most nodes of a tree")] = 12,
+    max_tokens: Annotated[int, typer.Option(min=1, help="new tokens a prompt")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="prompts at once")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="turns, each with other seeds")] = 1,
+    seed: Annotated[int, typer.Option(help="of prompts and all random streams")] = 0,
+    device: Device = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    backend: Backend = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="one JSON line on stdout, text on stderr")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="PNG of the comparison")] = None,
+) -> int:
+    """Compare drafters and acceptance rules on held-out prompts, with bootstrap intervals."""
+    from specmla.bench.compare_run import RunSettings
+    from specmla.cli.compare import CompareOptions, run_compare
+
+    k = num_speculative_tokens
+    settings = RunSettings(k, nodes, max_tokens, batch, seed, backend)
+    return run_compare(
+        CompareOptions(
+            draft, rule, temperature, target, prompts, num_prompts, repeats, settings, device,
+            dtype, json, plot,
+        )
+    )  # fmt: skip
 
 
 @app.command(

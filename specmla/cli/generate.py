@@ -31,6 +31,7 @@ class GenerateOptions:
     dtype: str
     backend: str | None
     tree: bool = False
+    rule: str = "token_level"
 
 
 def run_generate(options: GenerateOptions) -> int:
@@ -47,6 +48,7 @@ def run_generate(options: GenerateOptions) -> int:
         _drafter(options, model, len(prompt)),
         num_speculative_tokens=options.num_speculative_tokens,
         backend=options.backend,
+        rule=options.rule,
     )
     print(tokenizer.decode(run.tokens[0]))
     stats, console = run.stats, Console(stderr=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from specmla.budget.base import Budget
 from specmla.generate import Prompt, build_step, generate
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.verify.proposal import Drafter
@@ -55,8 +56,9 @@ def run_loop(
     sampling: Sequence[SamplingParams],
     drafter: Drafter | MakeDrafter | None = None,
     *,
-    num_speculative_tokens: int = 4,
+    num_speculative_tokens: int | Budget = 4,
     backend: str | None = None,
+    rule: str = "token_level",
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Run:
     """Continue the prompts in one batch; `on_tokens` hears how many tokens each step emitted.
@@ -70,7 +72,12 @@ def run_loop(
     num_pages = sum(-(-n // page_size) + 1 for n in need)
     layers = int(callable(drafter))
     step = build_step(
-        model, num_pages=num_pages, page_size=page_size, backend=backend, num_draft_layers=layers
+        model,
+        num_pages=num_pages,
+        page_size=page_size,
+        backend=backend,
+        rule=rule,
+        num_draft_layers=layers,
     )
     if callable(drafter):
         drafter = drafter(step)
