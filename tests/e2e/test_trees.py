@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 import pytest
 import torch
 
-from specmla import ArgumentError, DraftProposal, DraftRequest, SamplingParams
+from specmla import ArgumentError, DraftProposal, DraftRequest, SamplingParams, build_step
 from specmla.testing import relative_error
 from tests.e2e.conftest import VOCAB, ScriptedDrafter, make_step, prompts, run
 
@@ -155,8 +155,6 @@ def test_finished_paths_leave_true_pages_behind(model, plain):
 
 
 def test_a_backend_without_trees_refuses_them_with_the_reason(model):
-    from specmla import build_step
-
     pytest.importorskip("triton")
     step = build_step(model, num_pages=50, page_size=16, backend="rows")
     drafter = TreeDrafter(lambda t, n, levels: [(1, -1), (2, -1)])
@@ -248,3 +246,21 @@ def test_hidden_states_of_accepted_paths_are_those_of_a_full_pass(model, plain):
     listener = Listener(hidden_path(oracle(plain), 7))
     assert run(model, prompts(6), listener, 12)[0] == plain
     assert listener.rows > 40
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu covers this")
+def test_interpreted_kernels_serve_trees_like_the_reference(model, plain):
+    """Attention by the packed kernel; chains and nothing beside trees, pages of 16."""
+    pytest.importorskip("triton")
+    batch = {
+        name: (tokens, SamplingParams(max_tokens=8))
+        for name, (tokens, _) in prompts(4).items()
+        if name != "r0"
+    }
+    step = build_step(model, num_pages=30, page_size=16, backend="triton")
+    for layer in range(model.config.num_layers):
+        step.cache.layer(layer).fill_(float("nan"))
+    drafter = TreeDrafter(hidden_path(oracle(plain), 2))
+    tokens, history = run(model, batch, drafter, 7, step)
+    assert tokens == {name: plain[name][:8] for name in batch}
+    assert any(r.path and list(r.path) != sorted(r.path) for h in history for r in h)
