@@ -12,7 +12,7 @@ from specmla.backends.base import AttentionOutput, Capabilities, Requirements
 from specmla.backends.step_size import StepSize
 from specmla.backends.triton_base import TritonKernelsBackend
 from specmla.cache.formats.base import byte_problems
-from specmla.cache.operations import KERNEL_FORMATS, fp8_rows
+from specmla.cache.operations import FP8_FORMATS, fp8_rows
 from specmla.errors import require
 from specmla.kernels import inputs
 from specmla.kernels.launch import describe_device, find_entry
@@ -48,7 +48,7 @@ class TritonBackend(TritonKernelsBackend):
         min_capability=(8, 0),
         priority=20,
         batch_invariant=True,
-        formats=KERNEL_FORMATS,
+        formats=FP8_FORMATS,
         summary="packed rows of ragged requests, split keys, all masks; the CPU only interprets",
     )
 

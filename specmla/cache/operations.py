@@ -14,9 +14,13 @@ from specmla.cache.formats.base import CacheFormat
 from specmla.cache.formats.fp8 import Fp8Format
 from specmla.cache.formats.fp8_ds_mla import GROUP
 from specmla.cache.formats.fp8_per_token_head import Fp8PerTokenHeadFormat
+from specmla.cache.formats.nvfp4_ds_mla import Nvfp4DsMlaFormat
 from specmla.kernels.fp8_rows import Fp8Rows
 
-KERNEL_FORMATS = ("fp8", "fp8_ds_mla", "fp8_per_token_head")
+FP8_FORMATS = ("fp8", "fp8_ds_mla", "fp8_per_token_head")
+"""Quantised formats of e4m3 latents, which the attention kernels read."""
+
+KERNEL_FORMATS = (*FP8_FORMATS, "nvfp4_ds_mla")
 """Quantised formats that the store and gather kernels serve; torch serves all."""
 
 
@@ -55,11 +59,25 @@ def cache_operations(
     move, copy = partial(moving.move_rows, table), partial(moving.copy_pages, table)
     if format is None:
         return CacheOperations(storing.store_rows, gathering.gather_rows, move, copy)
+    write, read = _packed_kernels(format)
+    return CacheOperations(write, partial(gather_by_kernel, read, format), move, copy)
+
+
+def _packed_kernels(
+    format: CacheFormat,
+) -> tuple[Callable[[Tensor, Tensor, Tensor, Tensor], None], Callable[..., Tensor]]:
+    """Give store(pool, kv_latent, k_rope, slots) and gather(pool, slots, out) of a format."""
+    if isinstance(format, Nvfp4DsMlaFormat):
+        from specmla.kernels.gather_nvfp4 import gather_nvfp4_rows
+        from specmla.kernels.store_nvfp4 import Nvfp4Rows, store_nvfp4_rows
+
+        rows_of = Nvfp4Rows(format.kv_lora_rank, format.qk_rope_head_dim, format.k_scale)
+        return partial(store_nvfp4_rows, rows_of), partial(gather_nvfp4_rows, rows_of)
+    from specmla.kernels.gather_fp8 import gather_fp8_rows
     from specmla.kernels.store_fp8 import store_fp8_rows
 
     form = fp8_rows(format)
-    gather = partial(gather_fp8, form, format)
-    return CacheOperations(partial(store_fp8_rows, form), gather, move, copy)
+    return partial(store_fp8_rows, form), partial(gather_fp8_rows, form)
 
 
 def store_packed(
@@ -80,20 +98,22 @@ def gather_packed(
     return found if out is None else out.copy_(found)
 
 
-def gather_fp8(
-    form: Fp8Rows, format: CacheFormat, pool: Tensor, slots: Tensor, out: Tensor | None = None
+def gather_by_kernel(
+    read: Callable[..., Tensor],
+    format: CacheFormat,
+    pool: Tensor,
+    slots: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Read rows as `gather_packed` does, by the kernel."""
-    from specmla.kernels.gather_fp8 import gather_fp8_rows
-
+    """Read rows as `gather_packed` does, by the kernel `read`."""
     if out is None:
         shape = (slots.shape[0], format.width)
         out = torch.empty(shape, dtype=format.dtype, device=pool.device)
-    return gather_fp8_rows(form, pool, slots, out)
+    return read(pool, slots, out)
 
 
 def fp8_rows(format: CacheFormat) -> Fp8Rows:
-    """Tell the kernels where codes and scales of a format of `KERNEL_FORMATS` lie."""
+    """Tell the kernels where codes and scales of a format of `FP8_FORMATS` lie."""
     if isinstance(format, Fp8Format):
         return Fp8Rows(format.width, scale=format.k_scale)
     scales_at = format.part("scales").offset // 4

@@ -14,6 +14,7 @@ L, N, G, C, R = 2, 7, 5, 128, 16
 A = C + R
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = ["fp8", "fp8-scaled", "fp8_ds_mla", "fp8_per_token_head", "nvfp4_ds_mla"]
+FORMATS += ["nvfp4_ds_mla-scaled"]
 CASES = [("torch", name) for name in FORMATS]
 CASES += [("triton", name) for name in FORMATS if name.split("-")[0] in KERNEL_FORMATS]
 KINDS = ["owned", "interleaved", "gaps"]
@@ -191,6 +192,7 @@ def test_disagreements_are_all_named() -> None:
 
 def test_kernels_refuse_what_they_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specmla.kernels.store.runs_on", lambda device: device.type == "cuda")
+    monkeypatch.setattr("specmla.cache.pool.KERNEL_FORMATS", ("fp8",))
     with pytest.raises(ArgumentError, match=r"'triton' on cpu.*format is 'nvfp4_ds_mla', accepted"):
         LatentCache(L, N, G, A, torch.float32, "cpu", "triton", made("nvfp4_ds_mla"))
     with pytest.raises(ArgumentError, match=r"dtype is torch.float64, accepted by impl 'triton'"):

@@ -23,7 +23,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specmla.kernels import experts, gather, gather_fp8, move, store, store_fp8, store_projected
+from specmla.kernels import (
+    experts,
+    gather,
+    gather_fp8,
+    gather_nvfp4,
+    move,
+    store,
+    store_fp8,
+    store_nvfp4,
+    store_projected,
+)
 from specmla.kernels.combine import COLUMN_CHUNK, FEW_PIECES, PIECE_CHUNK, combine_kernel
 from specmla.kernels.launch import FP_FUSION, LaunchEntry, launch_table
 from specmla.kernels.packed import packed_kernel
@@ -59,6 +69,7 @@ FP8_ROWS: list[dict[str, Any]] = [
 ]
 """Rows of each e4m3 format for DeepSeek."""
 CACHE_MODULES |= {"store_fp8": store_fp8, "gather_fp8": gather_fp8}
+CACHE_MODULES |= {"store_nvfp4": store_nvfp4, "gather_nvfp4": gather_nvfp4}
 CACHE_MODULES |= {"store_projected": store_projected, "experts": experts}
 
 

@@ -13,7 +13,16 @@ import torch
 from hypothesis import given, settings
 
 from specmla.cache import rows
-from specmla.kernels import gather, gather_fp8, move, store, store_fp8, store_projected
+from specmla.kernels import (
+    gather,
+    gather_fp8,
+    gather_nvfp4,
+    move,
+    store,
+    store_fp8,
+    store_nvfp4,
+    store_projected,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).parents[2]
@@ -109,11 +118,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from specmla.kernels import gather, gather_fp8, move, store, store_fp8, store_projected
+from specmla.kernels import gather_nvfp4, store_nvfp4
 
 names = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 names |= {"sm_80": GPUTarget("cuda", 80, 32), "sm_100": GPUTarget("cuda", 100, 32)}
 report = []
-for module in (store, gather, move, store_fp8, gather_fp8, store_projected):
+for module in (
+    store, gather, move, store_fp8, gather_fp8, store_projected, store_nvfp4, gather_nvfp4
+):
     for kernel, signature, constexprs, options in module.aot_variants():
         source = ASTSource(kernel, signature, constexprs)
         for name in sys.argv[1:]:
@@ -145,6 +157,7 @@ def test_variants_compile_ahead_of_time(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     _, report = json.loads(run.stdout.splitlines()[-1])
     modules = (store, gather, move, store_fp8, gather_fp8, store_projected)
+    modules += (store_nvfp4, gather_nvfp4)
     assert len(report) == 2 * sum(len(m.aot_variants()) for m in modules)
     for built in report:
         assert built["size"] > 500, built

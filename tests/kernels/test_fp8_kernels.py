@@ -13,13 +13,15 @@ from hypothesis import given, settings
 
 from specmla.cache import LatentCache, cache_format
 from specmla.cache.formats.e4m3 import decode_e4m3, dynamic_scale, encode_e4m3
-from specmla.kernels import e4m3, row_loads
+from specmla.cache.formats.nvfp4_ds_mla import decode_e2m1, encode_e2m1
+from specmla.kernels import e2m1, e4m3, row_loads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16]  # the interpreter truncates to bfloat16
 if DEVICE == "cuda":
     DTYPES.append(torch.bfloat16)
 NAMES = ["fp8", "fp8-scaled", "fp8_ds_mla", "fp8_per_token_head"]
+NAMES += ["nvfp4_ds_mla", "nvfp4_ds_mla-scaled"]
 
 
 @triton.jit
@@ -86,6 +88,34 @@ def test_codes_in_float16() -> None:
     expected = decode_e4m3(codes, torch.float16)
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(bits(got[~got.isnan()]), bits(expected[~got.isnan()]))
+
+
+@triton.jit
+def e2m1_kernel(code_ptr, byte_ptr, back_ptr, value_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    code = e2m1.encode_e2m1(tl.load(value_ptr + at))
+    tl.store(code_ptr + at, code.to(tl.uint8))
+    tl.store(back_ptr + at, e2m1.decode_e2m1(code))
+    halves = e2m1.join_halves(tl.reshape(code, [1, N]))
+    tl.store(byte_ptr + tl.arange(0, N // 2)[None, :], halves)
+
+
+def test_e2m1_codes_are_those_of_torch() -> None:
+    """Every code, the middles, their neighbours, signed zeros, NaN and what is too large."""
+    exact = decode_e2m1(torch.arange(8, device=DEVICE), torch.float32)
+    near = torch.cat([exact, (exact[1:] + exact[:-1]) / 2])
+    up, down = (near.nextafter(torch.full_like(near, x)) for x in (math.inf, -math.inf))
+    odd = torch.tensor([math.inf, math.nan, 7.0, 1e38, 1e-40], device=DEVICE)
+    size = torch.cat([near, up, down, odd])
+    values = torch.zeros(128, device=DEVICE)
+    values[: 2 * size.numel()] = torch.cat([size, -size])
+    code = torch.zeros(128, dtype=torch.uint8, device=DEVICE)
+    byte, back = torch.zeros_like(code[:64]), torch.zeros_like(values)
+    e2m1_kernel[(1,)](code, byte, back, values, N=128, enable_fp_fusion=False)
+    expected = encode_e2m1(values)
+    assert torch.equal(code, expected)
+    assert torch.equal(byte, expected[::2] | expected[1::2] << 4)
+    assert torch.equal(bits(back), bits(decode_e2m1(expected, torch.float32)))
 
 
 @st.composite

@@ -43,8 +43,18 @@ def dynamic_scale(values: Tensor) -> Tensor:
     between. NaN doesn't count; infinities have to be clamped before.
     """
     largest = values.abs().nan_to_num(nan=0.0).amax(-1, keepdim=True)
-    scale = (largest / E4M3_MAX).clamp(min=LEAST_SCALE)
+    scale = divide(largest, E4M3_MAX).clamp(min=LEAST_SCALE)
     return (scale.view(torch.int32) & SCALE_MASK).view(torch.float32)
+
+
+def divide(values: Tensor, number: float) -> Tensor:
+    """Divide by a number, rounded to nearest on every device (1 leaves the values as they are).
+
+    By a Python number torch multiplies by the reciprocal on a GPU, which may round twice.
+    """
+    if number == 1.0:
+        return values
+    return values / torch.full((), number, dtype=values.dtype, device=values.device)
 
 
 def finite_floats(values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specmla.cache.formats.base import CacheFormat, FormatPart, scale_problems
-from specmla.cache.formats.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
+from specmla.cache.formats.e4m3 import E4M3_MAX, decode_e4m3, divide, encode_e4m3
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Fp8Format(CacheFormat):
     def quantise(self, kv_latent: Tensor, k_rope: Tensor) -> Tensor:
         """Divide by the scale and round; see `CacheFormat.quantise`."""
         values = torch.cat([kv_latent, k_rope], dim=1).detach().to(torch.float32)
-        return encode_e4m3(values if self.k_scale == 1.0 else values / self.k_scale)
+        return encode_e4m3(divide(values, self.k_scale))
 
     def dequantise(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Multiply by the scale; see `CacheFormat.dequantise`."""

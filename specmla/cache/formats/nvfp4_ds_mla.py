@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from specmla.cache.formats.base import CacheFormat, FormatPart, scale_problems
-from specmla.cache.formats.e4m3 import E4M3_MAX, NAN_CODE, decode_e4m3, encode_e4m3, finite_floats
+from specmla.cache.formats.e4m3 import (
+    E4M3_MAX,
+    NAN_CODE,
+    decode_e4m3,
+    divide,
+    encode_e4m3,
+    finite_floats,
+)
 
 GROUP = 16
 """Latents that share a scale."""
@@ -71,12 +78,12 @@ class Nvfp4DsMlaFormat(CacheFormat):
 
     def quantise(self, kv_latent: Tensor, k_rope: Tensor) -> Tensor:
         """Scale each group of 16 and round; see `CacheFormat.quantise`."""
-        groups = (finite_floats(kv_latent) / self.k_scale).unflatten(1, (-1, GROUP))
+        groups = divide(finite_floats(kv_latent), self.k_scale).unflatten(1, (-1, GROUP))
         scale = _scale_codes(groups.abs().amax(-1))
         share = groups / decode_e4m3(scale, torch.float32)[..., None]
         codes = encode_e2m1(share).flatten(1)
         packed = codes[:, ::2] | codes[:, 1::2] << 4
-        rope = encode_e4m3(k_rope.detach().to(torch.float32) / self.k_scale)
+        rope = encode_e4m3(divide(k_rope.detach().to(torch.float32), self.k_scale))
         return torch.cat([packed, rope, scale], dim=1)
 
     def dequantise(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -111,7 +118,7 @@ def decode_e2m1(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _scale_codes(largest: Tensor) -> Tensor:
     """Round largest / 6 up to an e4m3 code, 2^-6 .. 448; NaN gives NaN."""
-    wanted = (largest / E2M1_MAX).clamp(LEAST_GROUP_SCALE, E4M3_MAX)
+    wanted = divide(largest, E2M1_MAX).clamp(LEAST_GROUP_SCALE, E4M3_MAX)
     code = encode_e4m3(wanted)
     code += (decode_e4m3(code, torch.float32) < wanted).to(torch.uint8)
     return code.masked_fill_(largest.isnan(), NAN_CODE)
