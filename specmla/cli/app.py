@@ -150,8 +150,8 @@ def compare(
     draft: Annotated[
         str,
         typer.Option(
-            help="by comma: ngram, suffix, suffix-tree, draft_model, directories; the last two also "
-            "with -tree behind them"
+            help="by comma: ngram, suffix, suffix-tree, draft_model, directories; the last two "
+            "also with -tree behind them"
         ),
     ] = "ngram,suffix,suffix-tree,draft_model,draft_model-tree",
     rule: Annotated[

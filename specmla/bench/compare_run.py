@@ -1,0 +1,262 @@
+"""One run of a drafter under one rule over prompts, timed, with what is expected of its drafts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from specmla.bench.compare_chances import GREEDY, MULTI_ROUND, StepChances, step_chances
+from specmla.generate import build_step
+from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.models.states import StateCollector
+from specmla.verify.accept import LOSSLESS
+from specmla.verify.diversity import distinct_ngram_ratio
+from specmla.verify.hidden import committed_rows
+from specmla.verify.plan import StepPlan
+from specmla.verify.proposal import Drafter, DraftRequest, HiddenRows, RequestResult
+from specmla.verify.sampling import SamplingParams
+from specmla.verify.stats import AcceptanceStats
+from specmla.verify.step import VerifyStep
+
+LOOPING = 0.5
+"""A continuation with fewer distinct 4-grams than this share loops."""
+PAGE = 64
+MakeDrafter = Callable[[VerifyStep], Drafter]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A drafter in a comparison.
+
+    Attributes:
+        name: in the report.
+        make: builds a fresh one beside a step with a layer to spare; None decodes plainly.
+        tree: it proposes trees.
+        chain: name of the contender that drafts chains with the same model, if there is one.
+    """
+
+    name: str
+    make: MakeDrafter | None
+    tree: bool = False
+    chain: str | None = None
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What all runs of a comparison share.
+
+    Attributes:
+        num_drafts: K of chains, and the greatest depth of trees.
+        num_nodes: most nodes of a tree.
+        max_tokens: new tokens of a continuation.
+        batch: prompts at once.
+        seed: of the first prompt; the others follow.
+        backend: attention backend of the target by name, the best one if None.
+    """
+
+    num_drafts: int = 4
+    num_nodes: int = 12
+    max_tokens: int = 64
+    batch: int = 1
+    seed: int = 0
+    backend: str | None = None
+
+
+@dataclass
+class Continuation:
+    """One prompt's.
+
+    Attributes:
+        tokens: new ones.
+        stats: counts over its verify steps.
+        reach: by rule, sums over steps of the chance that each place is accepted.
+        overlap, overlap_weight: sums over steps of sum min(p, q) of each place times the chance
+            that token-level acceptance comes to it, and of that chance.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    reach: dict[str, list[float]] = field(default_factory=dict)
+    overlap: list[float] = field(default_factory=list)
+    overlap_weight: list[float] = field(default_factory=list)
+
+    @property
+    def loops(self) -> bool:
+        """Whether it repeats itself: that flatters every drafter."""
+        return distinct_ngram_ratio(self.tokens) < LOOPING
+
+    def add(self, chances: StepChances, place: int) -> None:
+        """Add the chances of one step, in which this is request `place`."""
+        for rule, rows in chances.reach.items():
+            _add(self.reach.setdefault(rule, []), rows[place])
+        base = chances.reach.get("token_level") or chances.reach.get(GREEDY)
+        if base is not None and chances.overlap[place]:
+            before = [1.0, *base[place][:-1]]
+            _add(self.overlap_weight, before)
+            pairs = zip(before, chances.overlap[place], strict=True)
+            _add(self.overlap, [weight * part for weight, part in pairs])
+
+
+@dataclass
+class ComparedRun:
+    """What one run gave: by prompt, and the seconds of decoding (chances not counted)."""
+
+    continuations: list[Continuation]
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens per second of wall time, prompts included."""
+        return sum(len(c.tokens) for c in self.continuations) / self.seconds
+
+
+@torch.no_grad()
+def run_contender(
+    target: DeepseekForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    contender: Contender,
+    rule: str,
+    temperature: float,
+    settings: RunSettings,
+) -> ComparedRun:
+    """Continue all prompts, `settings.batch` at a time, with one fresh drafter.
+
+    Args:
+        target: the model.
+        prompts: tokens of each.
+        contender: makes the drafter.
+        rule: name of a rule that `VerifyStep` takes.
+        temperature: 0 for greedy.
+        settings: sizes and seeds.
+    """
+    longest = max(map(len, prompts)) + settings.max_tokens + settings.num_nodes
+    pages = settings.batch * (-(-longest // PAGE) + 2)
+    step = build_step(
+        target,
+        num_pages=pages,
+        page_size=PAGE,
+        backend=settings.backend,
+        rule=rule,
+        num_draft_layers=int(contender.make is not None),
+    )
+    drafter = contender.make(step) if contender.make else None
+    loop = _Loop(target, step, drafter, contender, settings, _probed(contender, temperature))
+    found = [Continuation() for _ in prompts]
+    seconds = 0.0
+    for start in range(0, len(prompts), settings.batch):
+        part = range(start, min(start + settings.batch, len(prompts)))
+        for i in part:
+            sampling = SamplingParams(
+                temperature,
+                seed=settings.seed + i,
+                max_tokens=settings.max_tokens,
+                stop_token_ids=target.config.eos_token_ids,
+            )
+            step.add(i, prompts[i], sampling)
+        began = time.perf_counter()
+        aside = loop.run(found)
+        seconds += time.perf_counter() - began - aside
+    return ComparedRun(found, seconds)
+
+
+def _probed(contender: Contender, temperature: float) -> tuple[str, ...]:
+    """Name the rules whose chances a run gives."""
+    if contender.make is None:
+        return ()
+    if not temperature:
+        return (GREEDY,)
+    return (MULTI_ROUND, "sample_match") if contender.tree else tuple(LOSSLESS)
+
+
+class _Loop:
+    """Steps until no request is left."""
+
+    def __init__(
+        self,
+        target: DeepseekForCausalLM,
+        step: VerifyStep,
+        drafter: Drafter | None,
+        contender: Contender,
+        settings: RunSettings,
+        rules: tuple[str, ...],
+    ) -> None:
+        self.target, self.step, self.drafter = target, step, drafter
+        self.tree, self.settings, self.rules = contender.tree, settings, rules
+        self._layers: Sequence[int] = getattr(drafter, "hidden_layers", ())
+
+    def run(self, found: list[Continuation]) -> float:
+        """Continue; give the seconds spent on chances and counts."""
+        step, aside = self.step, 0.0
+        while step.active:
+            wanted = self._wanted() if self.drafter else []
+            plan = step.plan(self.drafter.propose(wanted) if self.drafter and wanted else None)
+            logits, states = self._forward(plan)
+            results = step.commit(plan, step.verify(plan, logits))
+            if self.drafter:
+                rows = None if states is None else committed_rows(plan, results, states.joined())
+                self._tell(results, rows)
+            self._synchronize()
+            began = time.perf_counter()
+            self._count(plan, logits, results, found)
+            self._synchronize()
+            aside += time.perf_counter() - began
+        return aside
+
+    def _wanted(self) -> list[DraftRequest]:
+        """Ask for chains of K, or for trees as deep as those with more nodes."""
+        k, nodes = self.settings.num_drafts, self.settings.num_nodes
+        if not self.tree:
+            return self.step.draft_requests(k)
+        asked = self.step.draft_requests(max(k, nodes))
+        return [r._replace(num_drafts=min(k, r.num_drafts)) for r in asked]
+
+    def _forward(self, plan: StepPlan) -> tuple[Tensor, StateCollector | None]:
+        model, layers = self.target, self._layers
+        states = StateCollector(layers, model.config.num_layers) if layers else None
+        cache, backend = self.step.cache, self.step.builder.backend
+        hidden = model(plan.token_ids, plan.metadata, cache, backend, states)
+        return model.logits(hidden[plan.logit_rows]), states
+
+    def _tell(self, results: Sequence[RequestResult], rows: HiddenRows | None) -> None:
+        assert self.drafter is not None
+        self.drafter.observe(results, rows)
+        for result in results:
+            if result.finish_reason:
+                self.drafter.reset(result.request_id)
+
+    def _count(
+        self,
+        plan: StepPlan,
+        logits: Tensor,
+        results: Sequence[RequestResult],
+        found: list[Continuation],
+    ) -> None:
+        chances = step_chances(plan, logits, self.rules) if plan.drafts.shape[1] else None
+        for place, result in enumerate(results):
+            mine = found[int(str(result.request_id))]
+            mine.tokens += result.new_tokens
+            if result.is_prompt:
+                continue
+            counts = (result.num_drafts, result.num_accepted, len(result.new_tokens))
+            mine.stats.observe(*counts, result.num_levels)
+            if chances is not None:
+                mine.add(chances, place)
+
+    def _synchronize(self) -> None:
+        if self.step.builder.device.type == "cuda":
+            torch.cuda.synchronize(self.step.builder.device)
+
+
+def with_seed(settings: RunSettings, turn: int) -> RunSettings:
+    """Give the settings of a later turn: other seeds for every prompt."""
+    return replace(settings, seed=settings.seed + 1_000_003 * turn)
+
+
+def _add(sums: list[float], more: Sequence[float]) -> None:
+    sums.extend([0.0] * (len(more) - len(sums)))
+    for place, value in enumerate(more):
+        sums[place] += value

@@ -1,0 +1,165 @@
+"""`specmla compare`: drafters x rules on held-out prompts, with intervals."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specmla.bench.compare import cases_of, compare
+from specmla.bench.compare_prompts import held_out_prompts
+from specmla.bench.compare_run import RunSettings
+from specmla.bench.environment import collect_env
+from specmla.cli.checkpoint import load_tokenizer, parse_device, parse_dtype, use_one_thread
+from specmla.cli.compare_drafters import SHIPPED, contenders_of
+from specmla.cli.compare_table import comparison_rows, gain_lines
+from specmla.errors import ArgumentError, require
+from specmla.models.weights import load_checkpoint
+from specmla.verify.accept import LOSSLESS
+
+_WIDTH = 150
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Options of the command.
+
+    Attributes:
+        drafts, rules, temperatures: by comma.
+        target: a checkpoint's directory, or None for the shipped target.
+        prompts: JSON file with a list of texts, or None for excerpts of held-out modules.
+        num_prompts: how many of them.
+        repeats: turns.
+        settings: sizes and seeds of a run.
+        json, plot: what is given besides the table.
+    """
+
+    drafts: str
+    rules: str
+    temperatures: str
+    target: Path | None
+    prompts: Path | None
+    num_prompts: int
+    repeats: int
+    settings: RunSettings
+    device: str
+    dtype: str
+    json: bool
+    plot: Path | None
+
+
+def run_compare(options: CompareOptions) -> int:
+    """Compare and report; the exit code is 0."""
+    rules, temperatures = _checked(options)
+    console = Console(stderr=options.json, soft_wrap=True)
+    if not console.is_terminal:  # a file is as wide as the table
+        console.width = _WIDTH
+    device, dtype = parse_device(options.device), parse_dtype(options.dtype)
+    use_one_thread(device)
+    folder = SHIPPED / "target" if options.target is None else options.target
+    tokenizer = load_tokenizer(folder)
+    target, _ = load_checkpoint(folder, device=device, dtype=dtype)
+    prompts = _prompts(options, tokenizer)
+    settings = options.settings
+    longest = max(map(len, prompts)) + settings.max_tokens + settings.num_nodes + 1
+    contenders = contenders_of(options.drafts, target, settings, longest)
+    cases = cases_of(contenders, rules, temperatures)
+    runs = options.repeats * (len(cases) + len(temperatures))
+    with _progress(runs) as on_run:
+        found = compare(target, prompts, cases, settings, options.repeats, on_run)
+    report = {"env": collect_env(), "options": _provenance(options, folder, prompts), **found}
+    console.print(comparison_rows(found["rows"], settings, len(prompts)))
+    for line in gain_lines(found["gains"]):
+        console.print(line, markup=False)
+    if options.plot is not None:
+        from specmla.bench.compare_plot import plot_comparison
+
+        plot_comparison(found["rows"], options.plot)
+        console.print(f"plot: {options.plot}", markup=False)
+    if options.json:
+        print(json.dumps(report))
+    return 0
+
+
+def _checked(options: CompareOptions) -> tuple[list[str], list[float]]:
+    """Read rules and temperatures; list everything that is wrong before a model is loaded."""
+    found, temperatures = [], list[float]()
+    rules = [name.strip() for name in options.rules.split(",")]
+    if foreign := [name for name in rules if name not in LOSSLESS]:
+        found.append(f"rule has {foreign}, accepted are {sorted(LOSSLESS)}, separated by commas")
+    for word in options.temperatures.split(","):
+        try:
+            temperatures.append(float(word))
+        except ValueError:
+            found.append(f"temperature has {word!r}, accepted are numbers, separated by commas")
+    if any(not 0 <= t < float("inf") for t in temperatures):
+        found.append(f"temperature is {options.temperatures!r}, accepted are values >= 0")
+    path = options.plot
+    if path is not None and (path.suffix.lower() != ".png" or not path.absolute().parent.is_dir()):
+        found.append(f"plot is {str(path)!r}, accepted is a file *.png in a directory that exists")
+    require(found, "compare")
+    return rules, list(dict.fromkeys(temperatures))
+
+
+def _prompts(options: CompareOptions, tokenizer: Any) -> list[list[int]]:
+    if options.prompts is None:
+        return held_out_prompts(tokenizer, options.num_prompts, options.settings.seed)
+    texts = json.loads(options.prompts.read_text(encoding="utf-8"))
+    if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts) or not texts:
+        raise ArgumentError(
+            f"prompts is {str(options.prompts)!r}, accepted is a JSON file with a list of texts"
+        )
+    return [tokenizer.encode(text).ids for text in texts[: options.num_prompts]]
+
+
+def _provenance(options: CompareOptions, folder: Path, prompts: list[list[int]]) -> dict[str, Any]:
+    """Say what was run, without a path of this machine."""
+    names = [Path(name.strip()).name for name in options.drafts.split(",")]
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
+    source = "held-out modules of the standard library" if options.prompts is None else "own"
+    return {
+        **asdict(options.settings),
+        "target": "shipped" if options.target is None else folder.resolve().name,
+        "drafts": names,
+        "repeats": options.repeats,
+        "device": options.device,
+        "dtype": options.dtype,
+        "prompts": {
+            "source": source,
+            "python": platform.python_version(),
+            "count": len(prompts),
+            "tokens": sum(map(len, prompts)),
+            "digest": digest,
+        },
+    }
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show what runs, on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("warming up", total=total)
+        started = False
+
+        def on_run(label: str) -> None:
+            nonlocal started
+            bar.update(task, description=label, advance=int(started))
+            started = True
+
+        yield on_run
