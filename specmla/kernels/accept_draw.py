@@ -25,6 +25,7 @@ from specmla.kernels.accept_prims import (
     reach,
     weigh,
 )
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.splitmix import CORRECTION, TARGET, uniform
 
 NUM_WARPS = 8
@@ -197,6 +198,9 @@ def accept_draw_kernel(
     tl.store(next_ptr + b, token)
 
 
+DRAW = DirectKernel(accept_draw_kernel)
+
+
 def launch_draw(
     out: tuple[Tensor, Tensor],
     masses: Tensor | None,
@@ -220,7 +224,8 @@ def launch_draw(
     logits, _, drafts, _ = inputs
     chunks = parts[0].shape[1]
     with torch.cuda.device_of(logits):
-        accept_draw_kernel[(drafts.shape[0],)](
+        DRAW.launch(
+            (drafts.shape[0],),
             *out,
             parts[0] if masses is None else masses,  # not read in the first case
             *parts,

@@ -26,6 +26,7 @@ from specmla.kernels.accept_prims import (
     reach,
     weigh,
 )
+from specmla.kernels.direct import DirectKernel
 
 NUM_WARPS = 4
 
@@ -108,6 +109,9 @@ def accept_mass_kernel(
     tl.store(out_ptr + at, tl.sum(weight, 0))
 
 
+MASS = DirectKernel(accept_mass_kernel)
+
+
 def launch_mass(
     out: Tensor,
     logits: Tensor,
@@ -121,7 +125,8 @@ def launch_mass(
     """Fill the masses; rows: maximum, mass and cut; request: temperature, seed, position."""
     b, places, chunks = out.shape
     with torch.cuda.device_of(logits):
-        accept_mass_kernel[(b * places, chunks)](
+        MASS.launch(
+            (b * places, chunks),
             out,
             logits,
             table,

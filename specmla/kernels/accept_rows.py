@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.accept_prims import KEEP_ALL, exponent_scale, sort_key
+from specmla.kernels.direct import DirectKernel
 
 NUM_WARPS = 1
 
@@ -56,6 +57,9 @@ def accept_rows_kernel(
     tl.store(wrong_ptr + place, wrong.to(tl.int32))
 
 
+ROWS = DirectKernel(accept_rows_kernel)
+
+
 def launch_rows(
     rows: tuple[Tensor, Tensor, Tensor, Tensor],
     parts: tuple[Tensor, Tensor, Tensor],
@@ -65,7 +69,8 @@ def launch_rows(
     """Fill maximum, mass, cut and flag of each row from the parts of its chunks."""
     chunks = parts[0].shape[1]
     with torch.cuda.device_of(drafts):
-        accept_rows_kernel[(parts[0].shape[0],)](
+        ROWS.launch(
+            (parts[0].shape[0],),
             *rows,
             *parts,
             drafts,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.accept_prims import exponent_scale, load_logits
+from specmla.kernels.direct import DirectKernel
 
 NUM_WARPS = 4
 
@@ -49,6 +50,9 @@ def accept_stats_kernel(
     tl.store(part_top_ptr + at, tl.where(wrong > 0, -1, first))
 
 
+STATS = DirectKernel(accept_stats_kernel)
+
+
 def launch_stats(
     parts: tuple[Tensor, Tensor, Tensor],
     logits: Tensor,
@@ -60,7 +64,8 @@ def launch_stats(
     """Fill the parts [B * (K + 1), C] of logits [R, W], contiguous."""
     (b, rows), chunks = table.shape, parts[0].shape[1]
     with torch.cuda.device_of(logits):
-        accept_stats_kernel[(b * rows, chunks)](
+        STATS.launch(
+            (b * rows, chunks),
             *parts,
             logits,
             table,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.accept_prims import exponent_scale, load_logits
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.filter_hist import BINS, BITS_A_BIN, is_searched
 
 NUM_WARPS = 4
@@ -93,6 +94,9 @@ def filter_collect_kernel(
     tl.store(number_ptr + place, total, mask=chunk == 0)
 
 
+COLLECT = DirectKernel(filter_collect_kernel)
+
+
 def launch_collect(
     found: tuple[Tensor, Tensor, Tensor, Tensor],
     hist: Tensor,
@@ -107,7 +111,8 @@ def launch_collect(
     top_k, top_p, min_p."""
     chunks = hist.shape[1]
     with torch.cuda.device_of(logits):
-        filter_collect_kernel[hist.shape[:2]](
+        COLLECT.launch(
+            hist.shape[:2],
             *found,
             hist,
             logits,

@@ -17,6 +17,7 @@ from specmla.kernels.accept_prims import (
     load_logits,
     sort_key,
 )
+from specmla.kernels.direct import DirectKernel
 from specmla.kernels.filter_hist import is_searched
 
 NUM_WARPS = 4
@@ -139,6 +140,9 @@ def filter_cut_kernel(
     tl.store(mass_ptr + place, mass.to(tl.float32))
 
 
+CUT = DirectKernel(filter_cut_kernel)
+
+
 def launch_cut(
     rows: tuple[Tensor, Tensor, Tensor, Tensor],
     found: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -152,7 +156,8 @@ def launch_cut(
     row_max, mass, cut, wrong = rows
     chunks = found[3].shape[1]
     with torch.cuda.device_of(logits):
-        filter_cut_kernel[(len(row_max),)](
+        CUT.launch(
+            (len(row_max),),
             cut,
             mass,
             *found,

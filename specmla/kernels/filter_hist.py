@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.accept_prims import exponent_scale, load_logits
+from specmla.kernels.direct import DirectKernel
 
 NUM_WARPS = 4
 BINS = tl.constexpr(64)
@@ -56,6 +57,9 @@ def filter_hist_kernel(
     tl.store(hist_ptr + out, counts)
 
 
+HIST = DirectKernel(filter_hist_kernel)
+
+
 def launch_hist(
     hist: Tensor,
     logits: Tensor,
@@ -67,7 +71,8 @@ def launch_hist(
 ) -> None:
     """Fill the histograms of rows that are searched; sampling: temperature, top_k, top_p [B]."""
     with torch.cuda.device_of(logits):
-        filter_hist_kernel[hist.shape[:2]](
+        HIST.launch(
+            hist.shape[:2],
             hist,
             logits,
             table,
