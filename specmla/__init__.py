@@ -60,6 +60,8 @@ from specmla.verify.captured import CapturedStep
 from specmla.verify.captured_buckets import doubling_buckets
 from specmla.verify.draw import sample
 from specmla.verify.hidden import committed_rows
+from specmla.verify.overlap import OverlappedStep
+from specmla.verify.overlap_plan import DraftsAhead
 from specmla.verify.processors.constraint import TokenConstraint
 from specmla.verify.proposal import (
     Drafter,
@@ -109,6 +111,7 @@ __all__ = [
     "DraftProposal",
     "DraftRequest",
     "Drafter",
+    "DraftsAhead",
     "Ending",
     "FixedBudget",
     "FixedHeads",
@@ -124,6 +127,7 @@ __all__ = [
     "MTPModule",
     "MetadataBuilder",
     "NumericsError",
+    "OverlappedStep",
     "PoolFullError",
     "PrefillPart",
     "PrefillWorkspace",

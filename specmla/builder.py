@@ -7,7 +7,7 @@ extends and prompts; `StepMetadata.order` maps back. `build_rounds` makes steps 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -62,14 +62,9 @@ class MetadataBuilder:
             "kv_lora_rank": kv_lora_rank,
             "max_seq_len": max_seq_len,
         }
-        require(
-            [
-                f"{name} is {got}, accepted are values >= 1"
-                for name, got in sizes.items()
-                if got < 1
-            ],
-            "MetadataBuilder",
-        )
+        small = {name: got for name, got in sizes.items() if got < 1}
+        found = [f"{name} is {got}, accepted are values >= 1" for name, got in small.items()]
+        require(found, "MetadataBuilder")
         self.backend = backend
         self.page_size, self.num_pages = page_size, num_pages
         self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
@@ -100,12 +95,14 @@ class MetadataBuilder:
         requests: Sequence[RequestRows],
         mask: DraftMask = DraftMask.CAUSAL,
         along: Mapping[str, array[int]] = _NOTHING,
+        settle: Callable[[dict[str, Tensor]], None] | None = None,
     ) -> StepMetadata:
         """Check all requests, order them (verifies first) and send the tables to the device.
 
         `mask` holds for the verify rows; a request with `parents` needs `DraftMask.TREE`, under
         which a request without them is a chain. `along` are arrays of the caller, of typecode 'q'
-        or 'i', that travel in the same copy: `StepMetadata.along` has them on the device.
+        or 'i', that travel in the same copy: `StepMetadata.along` has them on the device. `settle`
+        corrects what was sent, in place, before the backend plans: lengths are bounds until then.
 
         Raises:
             ArgumentError: lengths, pages, trees or ragged rows that can't be served; all reasons
@@ -129,6 +126,8 @@ class MetadataBuilder:
         prefill = PrefillTables(expanded, self.rules.workspace)
         prefill.add_to(tables)
         sent = tables.send(self.device, along)
+        if settle is not None:
+            settle(sent)
         return StepMetadata(
             order=split.order,
             query_start=tuple(running_starts(r.query_len for r in ordered)),

@@ -136,7 +136,9 @@ class BlockManager:
         copies = [sequence.reserve(end, size, self._pool) for sequence, end in wanted]
         return [copy for copy in copies if copy is not None]
 
-    def commit(self, request_id: Hashable, length: int, tokens: Sequence[int]) -> None:
+    def commit(
+        self, request_id: Hashable, length: int, tokens: Sequence[int], *, ahead: int = 0
+    ) -> None:
         """Declare the rows up to `length` true, publish full pages, give surplus pages back.
 
         Args:
@@ -145,6 +147,7 @@ class BlockManager:
                 reserved. A step that verified an anchor and accepted a drafts adds 1 + a.
             tokens: all tokens of the sequence from its first one on, at least `length`; what
                 follows (the new anchor) is ignored. Only those after the old length are read.
+            ahead: reserved rows after `length` to keep, as a step under way writes them.
 
         Raises:
             ArgumentError: a length below the present one (use `roll_back`) or past the reserved
@@ -157,7 +160,7 @@ class BlockManager:
         sequence.tokens.extend(token_array(tokens[len(sequence.tokens) : length]))
         if self.prefix_caching and length // self.page_size > len(sequence.keys):
             sequence.publish(self.page_size, self._index)
-        self._trim(sequence, length + self.lookahead)
+        self._trim(sequence, length + max(self.lookahead, ahead))
 
     def roll_back(self, request_id: Hashable, length: int) -> None:
         """Shrink a request to `length` tokens and give back every page after them.

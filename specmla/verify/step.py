@@ -288,28 +288,8 @@ class VerifyStep:
             raise NumericsError(f"{what} hold NaN or no finite value for requests {flagged}")
         move_paths(self.cache, self.blocks.block_ids, plan.requests, decided)
         self._open = None
-        results = []
-        for request, decision in zip(plan.requests, decided, strict=True):
-            state = request.state
-            emitted, reason = state.emit(decision.tokens)
-            # All but the new anchor have a true row: prompt, old anchor, accepted drafts.
-            self.blocks.commit(request.request_id, len(state.tokens) - 1, state.tokens)
-            if reason is not None:
-                self.blocks.free(request.request_id)
-                del self._table[request.request_id]
-            results.append(
-                RequestResult(
-                    request.request_id,
-                    emitted,
-                    decision.num_drafts,
-                    decision.num_accepted,
-                    reason,
-                    request.is_prompt,
-                    *_tree_fields(request, decision),
-                    decision.logprobs_of(len(emitted), state.sampling),
-                )
-            )
-        return results
+        pairs = zip(plan.requests, decided, strict=True)
+        return [self._advance(request, decision) for request, decision in pairs]
 
     def cancel(self, plan: StepPlan) -> None:
         """Give back what a planned step reserved; lengths stay as they were."""
@@ -317,6 +297,28 @@ class VerifyStep:
             raise ArgumentError("plan is not the step planned last; there is nothing to cancel")
         self._open = None
         self._release(plan.requests)
+
+    def _advance(
+        self, request: PlannedRequest, decision: Decision, ahead: int = 0
+    ) -> RequestResult:
+        """Move a request on by what was decided; `ahead` rows after that stay reserved."""
+        state, name = request.state, request.request_id
+        emitted, reason = state.emit(decision.tokens)
+        # All but the new anchor have a true row: prompt, old anchor, accepted drafts.
+        self.blocks.commit(name, len(state.tokens) - 1, state.tokens, ahead=ahead)
+        if reason is not None:
+            self.blocks.free(name)
+            del self._table[name]
+        return RequestResult(
+            name,
+            emitted,
+            decision.num_drafts,
+            decision.num_accepted,
+            reason,
+            request.is_prompt,
+            *_tree_fields(request, decision),
+            decision.logprobs_of(len(emitted), state.sampling),
+        )
 
     def _refuse_planned(self, request_id: Hashable) -> None:
         if self._open is not None and request_id in {r.request_id for r in self._open.requests}:
