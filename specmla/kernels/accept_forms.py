@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
+from specmla.kernels import (
+    accept_draw,
+    accept_mass,
+    accept_rows,
+    accept_stats,
+    filter_collect,
+    filter_cut,
+    filter_hist,
+)
 from specmla.kernels.accept import BLOCK, RULES, SLOTS
-from specmla.kernels.accept_draw import accept_draw_kernel
-from specmla.kernels.accept_mass import accept_mass_kernel
-from specmla.kernels.accept_rows import accept_rows_kernel
-from specmla.kernels.accept_stats import accept_stats_kernel
-from specmla.kernels.filter_collect import filter_collect_kernel
-from specmla.kernels.filter_cut import filter_cut_kernel
-from specmla.kernels.filter_hist import filter_hist_kernel
 
 CHUNKS, WIDTH = 32, 8
 """Of 129,280 ids, and of up to 6 drafts."""
@@ -29,24 +32,25 @@ def aot_variants() -> list[Variant]:
     level, whole, match = ({"RULE": n, "WIDTH": WIDTH} for n in RULES.values())
     search = block | {"SLOTS": SLOTS, "CHUNKS": CHUNKS}
     chunks = block | {"CHUNKS": CHUNKS}
-    forms: list[tuple[Any, dict[str, int], int, str]] = [
-        (accept_stats_kernel, block, 4, "bf16"),
-        (accept_rows_kernel, {"CHUNKS": CHUNKS}, 1, "bf16"),
-        (accept_mass_kernel, block | whole | both, 4, "bf16"),
-        (accept_draw_kernel, chunks | whole | both, 8, "bf16"),
-        (filter_hist_kernel, block, 4, "bf16"),
-        (filter_collect_kernel, search, 4, "bf16"),
-        (filter_cut_kernel, search, 4, "bf16"),
-        (accept_mass_kernel, block | level | both, 4, "fp32"),
-        (accept_draw_kernel, chunks | level | both, 8, "fp32"),
-        (accept_draw_kernel, chunks | level | {"FILTER": 0, "DENSE": 0}, 8, "fp16"),
-        (accept_draw_kernel, chunks | match | {"FILTER": 1, "DENSE": 0}, 8, "fp32"),
-        (accept_stats_kernel, block, 4, "fp32"),
+    forms: list[tuple[ModuleType, dict[str, int], str]] = [
+        (accept_stats, block, "bf16"),
+        (accept_rows, {"CHUNKS": CHUNKS}, "bf16"),
+        (accept_mass, block | whole | both, "bf16"),
+        (accept_draw, chunks | whole | both, "bf16"),
+        (filter_hist, block, "bf16"),
+        (filter_collect, search, "bf16"),
+        (filter_cut, search, "bf16"),
+        (accept_mass, block | level | both, "fp32"),
+        (accept_draw, chunks | level | both, "fp32"),
+        (accept_draw, chunks | level | {"FILTER": 0, "DENSE": 0}, "fp16"),
+        (accept_draw, chunks | match | {"FILTER": 1, "DENSE": 0}, "fp32"),
+        (accept_stats, block, "fp32"),
     ]
     return [_variant(*form) for form in forms]
 
 
-def _variant(kernel: Any, constants: dict[str, int], warps: int, logits: str) -> Variant:
+def _variant(module: ModuleType, constants: dict[str, int], logits: str) -> Variant:
+    kernel = getattr(module, f"{module.__name__.rpartition('.')[2]}_kernel")
     kinds = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -54,8 +58,8 @@ def _variant(kernel: Any, constants: dict[str, int], warps: int, logits: str) ->
         elif name == "logits_ptr":
             kinds[name] = f"*{logits}"
         elif name.endswith("_ptr"):
-            wide = name in _WIDE or (name == "out_ptr" and kernel is accept_draw_kernel)
+            wide = name in _WIDE or (name == "out_ptr" and module is accept_draw)
             kinds[name] = "*i64" if wide else "*i32" if name in _WHOLE else "*fp32"
         else:
             kinds[name] = "i32"
-    return kernel, kinds, constants, {"num_warps": warps, "enable_fp_fusion": False}
+    return kernel, kinds, constants, {"num_warps": module.NUM_WARPS, "enable_fp_fusion": False}

@@ -14,7 +14,7 @@ from specmla.kernels.accept_prims import exponent_scale, load_logits
 from specmla.kernels.direct import DirectKernel
 from specmla.kernels.filter_hist import BINS, BITS_A_BIN, is_searched
 
-NUM_WARPS = 4
+NUM_WARPS = 8
 SLACK = tl.constexpr(0.999)
 """Of the mass that top-p may leave out, the part used: float32 sums round by far less."""
 

@@ -20,7 +20,7 @@ from specmla.kernels.accept_prims import (
 from specmla.kernels.direct import DirectKernel
 from specmla.kernels.filter_hist import is_searched
 
-NUM_WARPS = 4
+NUM_WARPS = 8
 
 
 @triton.jit
