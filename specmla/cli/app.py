@@ -179,6 +179,12 @@ def compare(
         bool, typer.Option("--json", help="one JSON line on stdout, text on stderr")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="PNG of the comparison")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="instead, write texts and states that --draft asks for")
+    ] = None,
+    recording: Annotated[
+        Path | None, typer.Option(help="instead, score --draft on such a file, target not run")
+    ] = None,
 ) -> int:
     """Compare drafters and acceptance rules on held-out prompts, with bootstrap intervals."""
     from specmla.bench.compare_run import RunSettings
@@ -189,7 +195,7 @@ def compare(
     return run_compare(
         CompareOptions(
             draft, rule, temperature, target, prompts, num_prompts, repeats, settings, device,
-            dtype, json, plot,
+            dtype, json, plot, record, recording,
         )
     )  # fmt: skip
 

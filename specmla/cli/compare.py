@@ -20,7 +20,8 @@ from specmla.bench.compare_run import RunSettings
 from specmla.bench.environment import collect_env
 from specmla.cli.checkpoint import load_tokenizer, parse_device, parse_dtype, use_one_thread
 from specmla.cli.compare_drafters import SHIPPED, contenders_of
-from specmla.cli.compare_table import comparison_rows, gain_lines
+from specmla.cli.compare_offline import score_rows, write_recording
+from specmla.cli.compare_table import comparison_rows, gain_lines, score_lines
 from specmla.errors import ArgumentError, require
 from specmla.models.weights import load_checkpoint
 from specmla.verify.accept import LOSSLESS
@@ -40,6 +41,7 @@ class CompareOptions:
         repeats: turns.
         settings: sizes and seeds of a run.
         json, plot: what is given besides the table.
+        record, recording: a file of target states to write, or to score drafters on.
     """
 
     drafts: str
@@ -54,6 +56,8 @@ class CompareOptions:
     dtype: str
     json: bool
     plot: Path | None
+    record: Path | None = None
+    recording: Path | None = None
 
 
 def run_compare(options: CompareOptions) -> int:
@@ -67,8 +71,16 @@ def run_compare(options: CompareOptions) -> int:
     folder = SHIPPED / "target" if options.target is None else options.target
     tokenizer = load_tokenizer(folder)
     target, _ = load_checkpoint(folder, device=device, dtype=dtype)
-    prompts = _prompts(options, tokenizer)
     settings = options.settings
+    if options.recording is not None:
+        rows = score_rows(options.recording, options.drafts, target, settings)
+        _print_scores(rows, console, options.json)
+        return 0
+    prompts = _prompts(options, tokenizer)
+    if options.record is not None:
+        write_recording(options.record, options.drafts, target, prompts, temperatures[0], settings)
+        console.print(f"recording: {options.record}", markup=False)
+        return 0
     longest = max(map(len, prompts)) + settings.max_tokens + settings.num_nodes + 1
     contenders = contenders_of(options.drafts, target, settings, longest)
     cases = cases_of(contenders, rules, temperatures)
@@ -105,6 +117,8 @@ def _checked(options: CompareOptions) -> tuple[list[str], list[float]]:
     path = options.plot
     if path is not None and (path.suffix.lower() != ".png" or not path.absolute().parent.is_dir()):
         found.append(f"plot is {str(path)!r}, accepted is a file *.png in a directory that exists")
+    if options.record is not None and (options.recording or len(temperatures) > 1):
+        found.append("record is set, accepted are one temperature and no recording with it")
     require(found, "compare")
     return rules, list(dict.fromkeys(temperatures))
 
@@ -140,6 +154,13 @@ def _provenance(options: CompareOptions, folder: Path, prompts: list[list[int]])
             "digest": digest,
         },
     }
+
+
+def _print_scores(rows: list[dict[str, Any]], console: Console, as_json: bool) -> None:
+    for line in score_lines(rows):
+        console.print(line, markup=False)
+    if as_json:
+        print(json.dumps({"rows": rows}))
 
 
 @contextlib.contextmanager

@@ -47,6 +47,16 @@ def gain_lines(gains: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
+def score_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Say what each drafter yields along recorded texts."""
+    for row in rows:
+        overlap = " ".join(f"{value:.2f}" for value in row["overlap_per_position"]) or "-"
+        yield (
+            f"{row['drafter']}, {row['rule']}, T = {row['temperature']:g}: "
+            f"{row['tokens_per_step']:.2f} tokens a step, min(p, q) {overlap}"
+        )
+
+
 def _cells(row: Mapping[str, Any]) -> list[str]:
     low, high = row["expected_tokens_per_step_interval"]
     return [

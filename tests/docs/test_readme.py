@@ -69,6 +69,17 @@ def test_graphs_run():
     assert "pages free again: 64 of 64" in out
 
 
+@pytest.mark.slow
+def test_own_drafter_is_checked_and_compared():
+    out = run("examples/03_own_drafter.py")
+    assert out.count("holds") == 3
+    assert out.count("tokens a step") == 2
+
+
+def test_own_drafter_is_short():
+    assert len((ROOT / "examples/03_own_drafter.py").read_text().splitlines()) <= 40
+
+
 def test_engine_example_fits_a_screen():
     assert len((ROOT / "examples/01_engine.py").read_text().splitlines()) <= 60
 

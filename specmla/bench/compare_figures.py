@@ -1,0 +1,78 @@
+"""The README's part about drafters and rules, from `results/compare_cpu.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PLOT = "docs/compare.png"
+
+
+def compare_figures(found: Mapping[str, Any]) -> list[str]:
+    """Give the paragraphs: what was run, the table, the gains, plot and command."""
+    env, run = found["env"], found["options"]
+    rows, prompts = found["rows"], run["prompts"]
+    looping = ", ".join(
+        f"{row['looping']} of {row['continuations']} at temperature {row['temperature']:g}"
+        for row in _first_of_each_temperature(rows)
+    )
+    intro = (
+        f"**Drafters and rules**, {env['date'][:10]}, torch {env['versions']['torch']}, "
+        f"{run['dtype']} on one thread of a CPU ({env['cpu']['name']}): the shipped pair on "
+        f"{prompts['count']} excerpts of {prompts['source']} (Python {prompts['python']}), never "
+        f"trained on, {run['max_tokens']} new tokens each, {run['batch']} at once, "
+        f"{run['repeats']} turns. Chains of K = {run['num_drafts']}; trees of up to "
+        f"{run['num_nodes']} nodes, no deeper. Expected: tokens a step with the coins of "
+        "acceptance integrated out, 95 % bootstrap interval over prompts. min(p, q): its sum over "
+        "the vocabulary by position, if those before stand. Looping continuations are left out of "
+        f"all but the speed (of the first drafter: {looping}). Speeds are medians beside plain "
+        "decoding in turns; the machine had other work. At temperature 0 all rules are one; for "
+        "trees token-level and block verification are multi_round."
+    )
+    return [
+        f"{intro}\n\n{_table(rows)}",
+        "What is gained, in expected tokens a step: " + "; ".join(map(_gain, found["gains"])) + ".",
+        f"![Expected tokens a step by drafter and rule, and min(p, q) by position]({PLOT})",
+        f"`specmla compare --num-prompts {prompts['count']} --max-tokens {run['max_tokens']} "
+        f"--repeats {run['repeats']} --json --plot FILE.png`",
+    ]
+
+
+def _first_of_each_temperature(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    shown: dict[float, Mapping[str, Any]] = {}
+    for row in rows:
+        shown.setdefault(row["temperature"], row)
+    return list(shown.values())
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    header = ["drafter", "rule", "T", "tokens_per_step", "expected", "mean_acceptance_length"]
+    header += ["draft_acceptance_rate", "min(p, q)", "tokens/s", "plain", "gain"]
+    lines = [header, ["---", "---"] + ["---:"] * (len(header) - 2), *map(_cells, rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    low, high = row["expected_tokens_per_step_interval"]
+    least, most = row["speedup_range"]
+    return [
+        row["drafter"],
+        row["rule"],
+        f"{row['temperature']:g}",
+        f"{row['tokens_per_step']:.2f}",
+        f"{row['expected_tokens_per_step']:.2f} ({low:.2f} to {high:.2f})",
+        f"{row['mean_acceptance_length']:.2f}",
+        f"{row['draft_acceptance_rate']:.2f}",
+        " ".join(f"{value:.2f}" for value in row.get("overlap_per_position", [])) or "-",
+        f"{row['tokens_per_s']:.0f}",
+        f"{row['plain_tokens_per_s']:.0f}",
+        f"{row['speedup']:.2f}x ({least:.2f} to {most:.2f})",
+    ]
+
+
+def _gain(gain: Mapping[str, Any]) -> str:
+    low, high = gain["interval"]
+    return (
+        f"{gain['what']} ({gain['drafter']}, {gain['rule']}, T = {gain['temperature']:g}) "
+        f"{gain['gain']:+.3f} ({low:+.3f} to {high:+.3f})"
+    )
