@@ -46,6 +46,8 @@ class NgramDrafter:
         ArgumentError: not 1 <= prompt_lookup_min <= prompt_lookup_max.
     """
 
+    drafts_ahead = True
+
     def __init__(
         self, vocab_size: int, *, prompt_lookup_min: int = 2, prompt_lookup_max: int = 5
     ) -> None:

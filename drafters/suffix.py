@@ -92,6 +92,11 @@ class SuffixDrafter:
         self._outputs = SuffixIndex(max_tokens=max_cached_tokens)
         self._own: dict[Hashable, _Own] = {}
 
+    @property
+    def drafts_ahead(self) -> bool:
+        """Chains go on as far as asked; where a tree would, nobody could say."""
+        return not self.tree
+
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         """Propose what the best match says; a request without a match gets nothing."""
         found = [self._best(r) for r in requests]

@@ -7,28 +7,27 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specmla.backends.base import AttentionBackend, Requirements
-from specmla.backends.select import select_backend
+from specmla.backends.base import AttentionBackend
 from specmla.batch_split import BatchRules
 from specmla.bucket import Bucket
 from specmla.budget.base import Budget, BudgetRequest
 from specmla.budget.fixed import FixedBudget
-from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
 from specmla.errors import UnsupportedError
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.moe import DeepseekMoE
 from specmla.models.states import StateCollector
-from specmla.query import QueryLenSupport
 from specmla.verify.accept import Rule
-from specmla.verify.captured import CapturedStep
+from specmla.verify.captured import CapturedStep, Forward
 from specmla.verify.captured_buckets import doubling_buckets
 from specmla.verify.hidden import committed_rows
+from specmla.verify.overlap_loop import overlapped_loop
 from specmla.verify.plan import StepPlan
 from specmla.verify.proposal import Drafter, DraftRequest, RequestResult
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.step import VerifyStep
+from specmla.verify.wiring import make_builder
 from specmla.workspace import PrefillWorkspace, workspace_rows
 
 Prompt = tuple[Sequence[int], SamplingParams]
@@ -70,7 +69,7 @@ def build_step(
     config = model.config
     limit = config.max_position_embeddings if max_seq_len is None else max_seq_len
     weight = model.model.embed_tokens.weight
-    builder = _make_builder(model, num_pages, page_size, backend, limit)
+    builder = make_builder(model, num_pages, page_size, backend, limit)
     cache = LatentCache(
         config.num_layers + num_draft_layers,
         num_pages,
@@ -95,36 +94,6 @@ def build_step(
     )
 
 
-def _make_builder(
-    model: DeepseekForCausalLM,
-    num_pages: int,
-    page_size: int,
-    backend: str | AttentionBackend | None,
-    max_seq_len: int,
-) -> MetadataBuilder:
-    """Select the backend that serves the model, before anything is allocated for it."""
-    attention, weight = model.config.attention, model.model.embed_tokens.weight
-    need = Requirements(
-        device=weight.device,
-        dtype=weight.dtype,
-        num_heads=attention.num_heads,
-        kv_lora_rank=attention.kv_lora_rank,
-        qk_rope_head_dim=attention.qk_rope_head_dim,
-        page_size=page_size,
-        query_len_support=QueryLenSupport.VARLEN,
-    )
-    return MetadataBuilder(
-        backend=select_backend(need, backend),
-        page_size=page_size,
-        num_pages=num_pages,
-        num_heads=attention.num_heads,
-        kv_lora_rank=attention.kv_lora_rank,
-        device=weight.device,
-        max_seq_len=max_seq_len,
-        dtype=weight.dtype,
-    )
-
-
 @torch.no_grad()
 def generate(
     model: DeepseekForCausalLM,
@@ -133,6 +102,7 @@ def generate(
     drafter: Drafter | None = None,
     num_speculative_tokens: int | Mapping[Hashable, int] | Budget = 4,
     graphs: bool | Sequence[Bucket] = False,
+    overlap: bool = False,
 ) -> Iterator[list[RequestResult]]:
     """Continue all prompts together, one list of results per step, until every one has finished.
 
@@ -149,16 +119,18 @@ def generate(
         graphs: capture verifies as CUDA graphs first, in these buckets, or in `doubling_buckets`
             up to the prompts' number and K if True; prompts, trees and penalties run as they do
             without. On a CPU the same buffers are used, without graphs.
+        overlap: plan every step before the last one's verdict has arrived (`overlapped_loop`).
 
     Raises:
         ArgumentError: a drafter of another vocabulary, prompts that can't be served.
-        UnsupportedError: graphs on a GPU of a model whose experts are not grouped
-            (`group_experts`).
+        UnsupportedError: graphs on a GPU without `group_experts`; what `overlap` does not take.
         PoolFullError: the pool (the target's, or the drafter's own) is too small for all prompts.
         NumericsError: logits without a distribution.
     """
-    if drafter:
-        step.check_drafter(drafter.vocab_size)
+    if overlap:
+        fixed = _fixed_drafts(num_speculative_tokens, graphs)
+        yield from overlapped_loop(step, _forward(model, step), prompts, drafter, fixed)
+        return
     runner = _make_runner(model, step, prompts, drafter, num_speculative_tokens, graphs)
     running: list[Hashable] = []
     try:
@@ -204,6 +176,32 @@ def draft_requests(
     ]
 
 
+def _forward(model: DeepseekForCausalLM, step: VerifyStep, layers: Sequence[int] = ()) -> Forward:
+    """Give what runs the model over a plan, and collects states of these layers, if any."""
+
+    def forward(plan: StepPlan) -> Tensor | tuple[Tensor, Tensor]:
+        states = StateCollector(layers, model.config.num_layers) if layers else None
+        hidden = model(plan.token_ids, plan.metadata, step.cache, step.builder.backend, states)
+        logits = model.logits(hidden[plan.logit_rows])
+        return logits if states is None else (logits, states.joined())
+
+    return forward
+
+
+def _fixed_drafts(
+    num_drafts: int | Mapping[Hashable, int] | Budget, graphs: object
+) -> int | Mapping[Hashable, int]:
+    """Refuse what can't be overlapped."""
+    found = ["graphs are given, accepted is False: captured steps are not overlapped"]
+    found = found if graphs else []
+    if isinstance(num_drafts, Budget):
+        name = type(num_drafts).__name__
+        found.append(f"num_speculative_tokens is a {name}, accepted are numbers, fixed for a run")
+    if found or isinstance(num_drafts, Budget):
+        raise UnsupportedError("overlap", found)
+    return num_drafts
+
+
 def _reset(names: Sequence[Hashable], drafter: Drafter | None, budget: object) -> None:
     """Let drafter and budget forget requests."""
     for name in names:
@@ -222,14 +220,9 @@ def _make_runner(
     graphs: bool | Sequence[Bucket],
 ) -> CapturedStep:
     """Capture the steps of a run, or nothing: without buckets every step is eager."""
-    layers: Sequence[int] = getattr(drafter, "hidden_layers", ())
-
-    def forward(plan: StepPlan) -> Tensor | tuple[Tensor, Tensor]:
-        states = StateCollector(layers, model.config.num_layers) if layers else None
-        hidden = model(plan.token_ids, plan.metadata, step.cache, step.builder.backend, states)
-        logits = model.logits(hidden[plan.logit_rows])
-        return logits if states is None else (logits, states.joined())
-
+    if drafter:
+        step.check_drafter(drafter.vocab_size)
+    forward = _forward(model, step, getattr(drafter, "hidden_layers", ()))
     if not graphs or not prompts:
         return CapturedStep(step, forward, (), eager=True)
     loops = any(isinstance(m, DeepseekMoE) and m.grouped is None for m in model.modules())

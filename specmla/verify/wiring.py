@@ -1,10 +1,14 @@
-"""Whether cache, pages and metadata builder belong together, before a step is made of them."""
+"""The metadata builder of a model, and whether it, cache and pages belong together."""
 
 from __future__ import annotations
 
+from specmla.backends.base import AttentionBackend, Requirements
+from specmla.backends.select import select_backend
 from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
+from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.query import QueryLenSupport
 
 
 def wiring_problems(
@@ -38,3 +42,33 @@ def wiring_problems(
             f"max_seq_len is {max_seq_len}, accepted are 2 to {builder.max_seq_len} (the builder's)"
         )
     return found
+
+
+def make_builder(
+    model: DeepseekForCausalLM,
+    num_pages: int,
+    page_size: int,
+    backend: str | AttentionBackend | None,
+    max_seq_len: int,
+) -> MetadataBuilder:
+    """Select the backend that serves the model, before anything is allocated for it."""
+    attention, weight = model.config.attention, model.model.embed_tokens.weight
+    need = Requirements(
+        device=weight.device,
+        dtype=weight.dtype,
+        num_heads=attention.num_heads,
+        kv_lora_rank=attention.kv_lora_rank,
+        qk_rope_head_dim=attention.qk_rope_head_dim,
+        page_size=page_size,
+        query_len_support=QueryLenSupport.VARLEN,
+    )
+    return MetadataBuilder(
+        backend=select_backend(need, backend),
+        page_size=page_size,
+        num_pages=num_pages,
+        num_heads=attention.num_heads,
+        kv_lora_rank=attention.kv_lora_rank,
+        device=weight.device,
+        max_seq_len=max_seq_len,
+        dtype=weight.dtype,
+    )
