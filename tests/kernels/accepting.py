@@ -13,6 +13,8 @@ from specmla.verify.accept import Acceptance, decide, find_rule, step_numbers
 from specmla.verify.rules.terms import num_drafts
 from specmla.verify.sampling import SamplingBatch, SamplingParams, processed_probs
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 class Step(NamedTuple):
     inputs: AcceptInputs
@@ -46,7 +48,7 @@ def make_step(
     dense: bool = True,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
-    device: str = "cpu",
+    device: str = DEVICE,
     sharp: float = 3.0,
 ) -> Step:
     """Draw logits, and drafts from a q that lies near p; the table is a permutation of the rows."""

@@ -15,7 +15,7 @@ from specmla.kernels.accept import RULES  # noqa: E402
 from specmla.kernels.splitmix import ACCEPT, CORRECTION, TARGET, uniform  # noqa: E402
 from specmla.verify.sampling import SamplingParams, processed_probs  # noqa: E402
 from specmla.verify.streams import step_uniforms, target_uniforms  # noqa: E402
-from tests.kernels.accepting import MIXED, PLAIN, Step, make_step  # noqa: E402
+from tests.kernels.accepting import DEVICE, MIXED, PLAIN, Step, make_step  # noqa: E402
 
 SMALL = {"block": 32, "slots": 32}
 
@@ -47,7 +47,8 @@ def numbers_kernel(out_ptr, seed_ptr, position_ptr, N: tl.constexpr, STREAM: tl.
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 123456789012345678])
 @pytest.mark.parametrize("position", [0, 5, 2**31 + 7])
 def test_numbers_are_those_of_the_streams(seed: int, position: int) -> None:
-    seeds, positions = torch.tensor([seed]), torch.tensor([position])
+    seeds = torch.tensor([seed], device=DEVICE)
+    positions = torch.tensor([position], device=DEVICE)
     want = step_uniforms(seeds, positions, 8)
     tables = {
         ACCEPT: want.accept[0],
@@ -55,7 +56,7 @@ def test_numbers_are_those_of_the_streams(seed: int, position: int) -> None:
         CORRECTION: want.correction,
     }
     for stream, numbers in tables.items():
-        got = torch.zeros(8, dtype=torch.float64)
+        got = torch.zeros(8, dtype=torch.float64, device=DEVICE)
         numbers_kernel[(1,)](got, seeds, positions, N=8, STREAM=stream)
         assert torch.equal(got[: len(numbers)], numbers)
 
@@ -201,7 +202,7 @@ def test_a_request_alone_is_decided_alike(rule: str) -> None:
     assert q is not None
     for b in (0, 4):
         one = make_step([MIXED[b]], seed=14, num_drafts=2)
-        own = torch.arange(3)[None]
+        own = torch.arange(3, device=DEVICE)[None]
         inputs = one.inputs._replace(
             logits=logits[table[b]].contiguous(),
             table=own,

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from specmla import ArgumentError, SamplingParams, VerifyStep
+from specmla.kernels.prims import INTERPRETED
 from specmla.verify.fused import choose_impl
 from specmla.verify.rules.lossy_typical import LossyTypical
 from specmla.verify.rules.registry import LOSSLESS
@@ -24,6 +25,11 @@ PARAMS = {
 }
 
 
+on_the_cpu = pytest.mark.skipif(
+    not INTERPRETED, reason="the scripted step lives on the CPU, where Triton only interprets"
+)
+
+
 def make_step(rule: str, acceptance: str) -> VerifyStep:
     plain = scripted.make_step(rule)
     return VerifyStep(
@@ -37,6 +43,7 @@ def make_step(rule: str, acceptance: str) -> VerifyStep:
     )
 
 
+@on_the_cpu
 @pytest.mark.parametrize("with_probs", [True, False])
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_results_are_those_of_torch(rule: str, with_probs: bool) -> None:
@@ -74,6 +81,7 @@ def test_choice_is_made_once_and_by_name() -> None:
         choose_impl("triton", LossyTypical(), cpu)
 
 
+@on_the_cpu
 def test_float64_logits_are_refused() -> None:
     step = make_step("token_level", "triton")
     step.add("a", [1, 2], SamplingParams(1.0))
