@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from specmla import (
     NumericsError,
     OverlappedStep,
     PoolFullError,
+    QueryLenSupport,
     SamplingParams,
 )
 from tests.verify.test_step import W, logits_for, make_step, propose
@@ -65,9 +69,9 @@ def test_drafts_ahead_skip_what_the_step_under_way_emits():
     take(overlap, propose(step, {"a": [4, 5], "b": [6, 6]}), [4, 9, 0, 6, 6, 8])
     wanted = overlap.draft_requests(2, ahead=True)
     assert [r.num_drafts for r in wanted] == [5, 5], "2, and 3 that may be emitted"
-    guesses = DraftProposal(("b", "a"), (4, 5), torch.tensor([[6, 6, 8, 10, -1], [4, 9, 2, 3, 5]]))
+    guesses = DraftProposal(("b", "a"), (4, 4), torch.tensor([[6, 6, 8, 10], [4, 9, 2, 3]]))
     plan = overlap.plan(DraftsAhead(guesses, 2))
-    assert plan.drafts.tolist() == [[2, 3], [10, -1]]
+    assert plan.drafts.tolist() == [[2, 3], [10, -1]], "b's do not run on into a's"
     assert plan.token_ids.tolist() == [9, 2, 3, 8, 10, 0]
 
 
@@ -157,6 +161,41 @@ def test_a_flag_that_arrives_late_costs_steps_but_no_truth():
     take(overlap, None, [1])
     assert overlap.commit()[0].new_tokens == (1,)
     step.blocks.check_integrity()
+
+
+def test_garbage_of_a_flagged_row_stays_within_what_was_reserved():
+    overlap = overlapped("a", "b")[1]
+    take(overlap, DraftProposal(("a", "b"), (1, 1), torch.ones(2, 1).long()), [0] * 4)
+    flight = overlap._flights.last
+    garbage = flight.verdict.acceptance._replace(
+        num_accepted=torch.tensor([-9, 99]), next_token=torch.tensor([-1, 2**40])
+    )
+    flight.verdict = dataclasses.replace(flight.verdict, acceptance=garbage)
+    plan = overlap.plan()
+    assert plan.token_ids.tolist() == [0, W - 1]
+    assert plan.positions.tolist() == [4, 5]
+
+
+def test_bounds_keep_to_the_context_limit():
+    """31 rows are the most that a context of 32 tokens has; the bound alone would be 34."""
+    step, overlap = overlapped("a", length=26, max_tokens=None)
+    take(overlap, propose(step, {"a": [4, 4, 4]}), [4, 4, 4, 5])
+    plan = overlap.plan(propose(step, {"a": [6, 6, 6]}))
+    assert plan.metadata.positions.tolist() == [30, 0, 0, 0]
+    overlap.verify(plan, logits_for(plan, [9] * 4))
+    overlap.commit()
+    assert [r.finish_reason for r in overlap.commit()] == ["length"]
+    assert step.blocks.num_free == step.blocks.num_pages
+
+
+def test_a_uniform_backend_is_refused():
+    step = make_step()
+    has = dataclasses.replace(
+        step.builder.backend.capabilities, query_len_support=QueryLenSupport.UNIFORM
+    )
+    step.builder.backend = SimpleNamespace(capabilities=has)
+    with pytest.raises(ArgumentError, match="is UNIFORM, accepted are SINGLE_ONLY and VARLEN"):
+        OverlappedStep(step)
 
 
 def test_a_flag_of_a_request_that_has_gone_disturbs_nobody():
