@@ -41,7 +41,7 @@ def build_step(
     backend: str | AttentionBackend | None = None,
     max_seq_len: int | None = None,
     rule: str | Rule = "token_level",
-    acceptance: str | None = None,
+    acceptance: str = "torch",
     prefix_caching: bool = True,
     allow_vocab_mismatch: bool = False,
     num_draft_layers: int = 0,
@@ -57,7 +57,7 @@ def build_step(
         backend: an attention backend or the name of one, the best one that serves if None.
         max_seq_len: context limit, the model's own if None.
         rule: an acceptance rule or the name of one.
-        acceptance: "torch" or "triton" decide by it; None chooses by device and rule.
+        acceptance: "torch" or "triton" decide by it.
         prefix_caching: share full pages of equal prefixes.
         allow_vocab_mismatch: take drafters whose vocabulary has another size.
         num_draft_layers: layers of the cache after the model's, for a drafter that keeps its rows

@@ -19,7 +19,7 @@ from specmla.bench.report import REFUSED, TIMED, WRONG
 from specmla.bench.timing import num_copies, time_calls
 from specmla.errors import SpecMLAError
 from specmla.verify.accept import decide, find_rule, step_numbers
-from specmla.verify.fused import choose_impl
+from specmla.verify.fused import check_impl
 from specmla.verify.sampling import SamplingBatch, SamplingParams, processed_probs
 
 SAMPLINGS = {
@@ -142,7 +142,7 @@ def _row(
     run = partial(call, rule, batch)
     if provider == "triton":
         try:
-            choose_impl("triton", find_rule(rule), options.device)
+            check_impl("triton", find_rule(rule), options.device)
         except SpecMLAError as error:
             return empty | {"status": REFUSED, "reason": str(error)}
         differing = int((run(copies[0]) != _pure(rule, batch, copies[0])).any(1).sum())

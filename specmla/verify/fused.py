@@ -28,20 +28,17 @@ def rule_name(rule: Rule) -> str | None:
     return next((name for name, known in LOSSLESS.items() if known is rule), None)
 
 
-def choose_impl(impl: str | None, rule: Rule, device: torch.device) -> str:
-    """Give what decides the chains of a step.
+def check_impl(impl: str, rule: Rule, device: torch.device) -> None:
+    """Refuse what can't decide the chains of a step.
 
-    None: "triton" on a GPU for the rules that it knows, else "torch". The choice holds for all
-    steps, so that a request's tokens do not depend on its batch mates through it. Trees, and steps
-    in which all requests are greedy, are decided in torch with either.
+    The choice holds for all steps, so that a request's tokens do not depend on its batch mates
+    through it. Trees, and steps in which all requests are greedy, are decided in torch with either.
 
     Raises:
         ArgumentError: an unknown name, or one that can't serve the rule on the device.
     """
     known = rule_name(rule) is not None
-    if impl is None:
-        return "triton" if known and device.type == "cuda" else "torch"
-    found = [] if impl in IMPLS else [f"acceptance is {impl!r}, accepted are {IMPLS} and None"]
+    found = [] if impl in IMPLS else [f"acceptance is {impl!r}, accepted are {IMPLS}"]
     if impl == "triton" and not known:
         found.append(f"acceptance is 'triton' and rule {rule!r}, accepted are {sorted(LOSSLESS)}")
     if impl == "triton":
@@ -50,7 +47,6 @@ def choose_impl(impl: str | None, rule: Rule, device: torch.device) -> str:
 
         found += device_problems(device, torch.float32, INTERPRETED)
     require(found, "acceptance")
-    return impl
 
 
 class Fused(NamedTuple):

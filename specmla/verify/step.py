@@ -25,7 +25,7 @@ from specmla.errors import ArgumentError, NumericsError, require
 from specmla.mask import DraftMask
 from specmla.metadata import RequestRows
 from specmla.verify.accept import Rule, find_rule, rule_problems
-from specmla.verify.fused import choose_impl
+from specmla.verify.fused import check_impl
 from specmla.verify.judge import Decision, Verdict, judge, logits_problems
 from specmla.verify.moves import move_paths
 from specmla.verify.pending import (
@@ -61,13 +61,13 @@ class VerifyStep(RequestRoster):
         vocab_size: W of the target.
         max_seq_len: context limit in tokens, emitted ones included.
         rule: an acceptance rule or the name of one in `specmla.verify.rules.registry.RULES`.
-        acceptance: "torch" decides by the rule itself, "triton" by fused kernels; None chooses by
-            device and rule (`specmla.verify.fused.choose_impl`).
+        acceptance: "torch" decides by the rule itself, "triton" by fused kernels, for the lossless
+            rules.
         allow_vocab_mismatch: take drafters whose vocabulary has another size, where equal ids mean
             equal tokens and the rest is padding.
 
     Raises:
-        ArgumentError: an unknown rule, or cache, blocks and builder that don't fit each other.
+        ArgumentError: an unknown rule, an acceptance that does not know it, or cache, blocks and builder that don't fit each other.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class VerifyStep(RequestRoster):
         vocab_size: int,
         max_seq_len: int,
         rule: str | Rule = "token_level",
-        acceptance: str | None = None,
+        acceptance: str = "torch",
         allow_vocab_mismatch: bool = False,
     ) -> None:
         found = rule_problems(rule)
@@ -89,7 +89,8 @@ class VerifyStep(RequestRoster):
         self.cache, self.builder, self.rule = cache, builder, rule
         self.allow_vocab_mismatch = allow_vocab_mismatch
         self._rule = find_rule(rule)
-        self.acceptance = choose_impl(acceptance, self._rule, builder.device)
+        check_impl(acceptance, self._rule, builder.device)
+        self.acceptance = acceptance
         self._sampling = SamplingCache(builder.device)
 
     def check_drafter(self, vocab_size: int) -> None:

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from specmla import ArgumentError, SamplingParams, VerifyStep
 from specmla.kernels.prims import INTERPRETED
-from specmla.verify.fused import choose_impl
+from specmla.verify.fused import check_impl
 from specmla.verify.rules.lossy_typical import LossyTypical
 from specmla.verify.rules.registry import LOSSLESS
 from tests.verify import scripted
@@ -71,14 +71,15 @@ def test_results_are_those_of_torch(rule: str, with_probs: bool) -> None:
 
 def test_choice_is_made_once_and_by_name() -> None:
     rules, cpu = list(LOSSLESS.values()), torch.device("cpu")
-    assert [choose_impl(None, rule, cpu) for rule in rules] == ["torch"] * 3
-    assert [choose_impl(None, rule, torch.device("cuda")) for rule in rules] == ["triton"] * 3
-    assert choose_impl(None, LossyTypical(), torch.device("cuda")) == "torch"
-    assert choose_impl("torch", rules[0], torch.device("cuda")) == "torch"
+    for rule in [*rules, LossyTypical()]:
+        check_impl("torch", rule, cpu)
+    for rule in rules:
+        check_impl("triton", rule, torch.device("cuda"))
+    assert scripted.make_step("block").acceptance == "torch"
     with pytest.raises(ArgumentError, match="acceptance is 'fast'"):
-        choose_impl("fast", rules[0], cpu)
+        check_impl("fast", rules[0], cpu)
     with pytest.raises(ArgumentError, match=r"rule LossyTypical.*accepted are \['block'"):
-        choose_impl("triton", LossyTypical(), cpu)
+        check_impl("triton", LossyTypical(), cpu)
 
 
 @on_the_cpu
