@@ -67,7 +67,8 @@ class VerifyStep(RequestRoster):
             equal tokens and the rest is padding.
 
     Raises:
-        ArgumentError: an unknown rule, an acceptance that does not know it, or cache, blocks and builder that don't fit each other.
+        ArgumentError: an unknown rule, an acceptance that does not know it, or cache, blocks and
+            builder that don't fit each other.
     """
 
     def __init__(
