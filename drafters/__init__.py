@@ -5,6 +5,8 @@ from drafters.ddtree import DDTreeDrafter
 from drafters.dflash import DFlashDrafter
 from drafters.draft_model import DraftModelDrafter
 from drafters.dspark import DSparkDrafter
+from drafters.eagle3 import Eagle3Drafter
+from drafters.eagle3_model import Eagle3Model, load_eagle3, save_eagle3
 from drafters.model_tree import DraftModelTreeDrafter
 from drafters.mtp import MTPDrafter
 from drafters.ngram import NgramDrafter
@@ -17,9 +19,13 @@ __all__ = [
     "DSparkDrafter",
     "DraftModelDrafter",
     "DraftModelTreeDrafter",
+    "Eagle3Drafter",
+    "Eagle3Model",
     "MTPDrafter",
     "NgramDrafter",
     "SuffixDrafter",
     "load_block_model",
+    "load_eagle3",
     "save_block_model",
+    "save_eagle3",
 ]

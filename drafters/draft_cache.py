@@ -33,6 +33,7 @@ class DraftCache:
         mask: relation among the new rows.
         dtype, device: of rows and step.
         backend: attention backend by name, the best one if None.
+        query_len_support: what it must serve: equal numbers of rows are enough for blocks.
 
     Raises:
         UnsupportedError: no backend can serve it.
@@ -50,6 +51,7 @@ class DraftCache:
         dtype: torch.dtype,
         device: torch.device,
         backend: str | None = None,
+        query_len_support: QueryLenSupport = QueryLenSupport.UNIFORM,
     ) -> None:
         need = Requirements(
             device=device,
@@ -59,7 +61,7 @@ class DraftCache:
             qk_rope_head_dim=attention.qk_rope_head_dim,
             page_size=page_size,
             masks=frozenset({mask}),
-            query_len_support=QueryLenSupport.UNIFORM,
+            query_len_support=query_len_support,
         )
         self.backend = select_backend(need, backend)
         self.rows = LatentCache(

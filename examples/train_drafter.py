@@ -1,9 +1,9 @@
-"""Train drafters that read a target's hidden states: MTP, DFlash, DSpark, side by side.
+"""Train drafters that read a target's hidden states: MTP, EAGLE-3, DFlash, DSpark, side by side.
 
 The corpus is the Python source of the running interpreter, as for `train_pair.py`: held-out modules
 are never trained on. The target is the shipped one, or any that the library loads.
 
-    python examples/train_drafter.py --method mtp dflash dspark --out drafts  # minutes on one GPU
+    python examples/train_drafter.py --method mtp eagle3 dflash dspark --out drafts  # on a GPU
     python examples/train_drafter.py --method mtp --out drafts --target FOLDER --pool 0
     python examples/train_drafter.py --method dspark --out try --device cpu --steps 30 \\
         --window 64 --batch 8 --pool 16 --max-megabytes 2 --prompts 4
@@ -26,6 +26,7 @@ import torch._dynamo
 from tokenizers import Tokenizer
 
 from drafters.block_config import BlockConfig
+from drafters.eagle3_config import Eagle3Config
 from pairtrain.block_trainee import BlockTrainee
 from pairtrain.corpus import Corpus, load_corpus
 from pairtrain.curves import Curves
@@ -34,6 +35,7 @@ from pairtrain.drafter_figures import evaluate_drafters
 from pairtrain.drafter_options import DrafterOptions, read_drafter_options
 from pairtrain.drafter_plot import draw_training
 from pairtrain.drafter_training import DrafterTraining, Trainee
+from pairtrain.eagle3_trainee import Eagle3Trainee, commonest, subset_loss
 from pairtrain.frozen_target import FrozenTarget, sampler_problems
 from pairtrain.monitor import say
 from pairtrain.mtp_trainee import MTPTrainee
@@ -56,8 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
     corpus = _read_corpus(options)  # by processes that fork, before there is a GPU's context
     target = FrozenTarget(options.target, options.device, options.compile)
     tokenizer = Tokenizer.from_file(str(options.target / "tokenizer.json"))
-    trainees = _trainees(target, tokenizer, options)
     train = _windows(corpus.train, tokenizer, options)
+    trainees = _trainees(target, tokenizer, train, options)
     held_out = _windows(corpus.held_out, tokenizer, options)
     curves = Curves()
     report: dict[str, Any] = {
@@ -77,7 +79,9 @@ def main(arguments: list[str] | None = None) -> None:
     say(f"report: {options.out / 'report.json'}, {report['seconds']} s in all")
 
 
-def _trainees(target: FrozenTarget, tokenizer: Tokenizer, options: DrafterOptions) -> list[Trainee]:
+def _trainees(
+    target: FrozenTarget, tokenizer: Tokenizer, train: TokenWindows, options: DrafterOptions
+) -> list[Trainee]:
     problems = sampler_problems(target.config) if options.pool else []
     if problems:
         raise SystemExit(f"--target: {'; '.join(problems)}: give --pool 0, to train on the corpus")
@@ -87,12 +91,31 @@ def _trainees(target: FrozenTarget, tokenizer: Tokenizer, options: DrafterOption
         seed = options.seed + i
         if name == "mtp":
             made.append(MTPTrainee(target, options.drafts, seed, loss))
+        elif name == "eagle3":
+            made.append(_eagle3(target, train, seed, options))
         else:
             config = _block_config(name, target, _mask_token(tokenizer, options), options)
             made.append(BlockTrainee(config, target, seed, loss))
         size = sum(p.numel() for p in made[-1].module.parameters())
         say(f"{name}: {size / 1e6:.2f} M parameters, {made[-1].num_drafts} drafts")
     return made
+
+
+def _eagle3(
+    target: FrozenTarget, train: TokenWindows, seed: int, options: DrafterOptions
+) -> Eagle3Trainee:
+    """Size a head like the target's layers; it drafts the commonest tokens."""
+    size = min(options.draft_vocab, target.config.vocab_size)
+    config = Eagle3Config(
+        target.config.attention,
+        target.config.intermediate_size,
+        target.config.vocab_size,
+        size,
+        options.target_layers or low_middle_high(target.config.num_layers),
+    )
+    ids = commonest(train.tokens, size, target.config.vocab_size)
+    loss = torch.compile(subset_loss, dynamic=False, disable=not options.compile)
+    return Eagle3Trainee(config, target, ids, options.drafts, seed, loss)
 
 
 def _block_config(
@@ -122,6 +145,13 @@ def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
         return (num_layers // 2,)
     last = num_layers - 3
     return tuple(dict.fromkeys(round(1 + i * (last - 1) / (count - 1)) for i in range(count)))
+
+
+def low_middle_high(num_layers: int) -> tuple[int, ...]:
+    """Give the layers that EAGLE-3 takes of a deep target; of a flat one ends and middle."""
+    if num_layers < 7:
+        return (0, (num_layers - 1) // 2, num_layers - 1)
+    return (1, num_layers // 2 - 1, num_layers - 4)
 
 
 def _mask_token(tokenizer: Tokenizer, options: DrafterOptions) -> int:

@@ -7,7 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from drafters import DFlashDrafter, DSparkDrafter, MTPDrafter, NgramDrafter, load_block_model
+from drafters import (
+    DFlashDrafter,
+    DSparkDrafter,
+    Eagle3Drafter,
+    MTPDrafter,
+    NgramDrafter,
+    load_block_model,
+    load_eagle3,
+)
 from pairtrain.drafter_options import DrafterOptions
 from pairtrain.monitor import say
 from specmla import (
@@ -37,7 +45,7 @@ def evaluate_drafters(
     """Measure every drafter and n-gram look-up at both temperatures."""
     makers = {"ngram": (_ngram(target), options.drafts)}
     for name, folder in folders.items():
-        drafts = options.drafts if name == "mtp" else options.block
+        drafts = options.drafts if name in ("mtp", "eagle3") else options.block
         makers[name] = (_maker(name, folder, target), drafts)
     figures: dict[str, dict[str, Any]] = {}
     for name, (make, drafts) in makers.items():
@@ -106,6 +114,9 @@ def _maker(name: str, folder: Path, target: DeepseekForCausalLM) -> MakeDrafter:
     if name == "mtp":
         module = load_mtp(folder, target)
         return lambda step, pages: MTPDrafter(target, module, step)
+    if name == "eagle3":
+        head = load_eagle3(folder, target)
+        return lambda step, pages: Eagle3Drafter(target, head, num_pages=pages, page_size=PAGE)
     draft = load_block_model(folder, target)
     kind = {"dflash": DFlashDrafter, "dspark": DSparkDrafter}[name]
     return lambda step, pages: kind(target, draft, num_pages=pages, page_size=PAGE)

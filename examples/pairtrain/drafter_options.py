@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-METHODS = ("mtp", "dflash", "dspark")
+METHODS = ("mtp", "eagle3", "dflash", "dspark")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class DrafterOptions:
     rate: float
     pool: int
     drafts: int
+    draft_vocab: int
     block: int
     num_layers: int
     target_layers: tuple[int, ...]
@@ -83,7 +84,8 @@ def _add_run(parser: argparse.ArgumentParser, shipped: Path) -> None:
 def _add_training(parser: argparse.ArgumentParser) -> None:
     """Add sizes and the training."""
     add = parser.add_argument
-    add("--drafts", type=int, default=4, help="K of MTP, its depths")
+    add("--drafts", type=int, default=4, help="K of MTP and EAGLE-3, their depths")
+    add("--draft-vocab", type=int, default=2048, help="ids that EAGLE-3 drafts, the commonest")
     add("--block", type=int, default=7, help="K of the block drafters")
     add("--num-layers", type=int, default=3, help="layers of the block drafters")
     add(
@@ -102,7 +104,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 def _reasons(args: argparse.Namespace) -> list[str]:
     """List what is wrong with the values, all at once."""
     positive = ["workers", "max_megabytes", "batch", "minutes", "rate", "drafts", "block"]
-    positive += ["num_layers", "markov_rank", "new_tokens"]
+    positive += ["num_layers", "markov_rank", "new_tokens", "draft_vocab"]
     wrong = [
         f"--{name.replace('_', '-')}: {getattr(args, name)}; accepted is a number above 0"
         for name in positive
@@ -110,6 +112,8 @@ def _reasons(args: argparse.Namespace) -> list[str]:
     ]
     if args.window % 2 or args.window < 2 * max(args.block, args.drafts) + 2:
         wrong.append(f"--window: {args.window}; accepted is even and above twice the drafts")
+    if "eagle3" in args.methods and args.target_layers and len(set(args.target_layers)) != 3:
+        wrong.append(f"--target-layers: {args.target_layers}; accepted with eagle3 are three")
     for name in ("pool", "prompts"):
         if getattr(args, name) < 0:
             wrong.append(f"--{name}: {getattr(args, name)}; accepted is 0 or more")

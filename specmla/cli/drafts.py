@@ -10,9 +10,12 @@ from drafters import (
     DraftModelDrafter,
     DraftModelTreeDrafter,
     DSparkDrafter,
+    Eagle3Drafter,
     MTPDrafter,
     load_block_model,
+    load_eagle3,
 )
+from drafters.eagle3_config import ARCHITECTURE as EAGLE3
 from specmla.cli.run import MakeDrafter
 from specmla.errors import ArgumentError
 from specmla.models.deepseek import DeepseekForCausalLM
@@ -35,7 +38,7 @@ def drafter_from(
     backend: str | None = None,
     tree: bool = False,
 ) -> MakeDrafter:
-    """Load a drafter: a DFlash or DSpark network, the target's MTP module, or a draft model.
+    """Load a drafter: a DFlash or DSpark network, an EAGLE-3 head, an MTP module or a draft model.
 
     A DeepSeek checkpoint with an MTP layer behind as many layers as the target has is its module.
 
@@ -64,6 +67,14 @@ def drafter_from(
             return DDTreeDrafter(made) if tree else made
 
         return make
+    if EAGLE3 in names:
+        if tree:
+            raise ArgumentError(f"tree is set and {str(folder)!r} is an EAGLE-3 head: chains only")
+        head = load_eagle3(folder, target)
+        own = num_requests * (-(-longest // PAGE) + 1)
+        return lambda step: Eagle3Drafter(
+            target, head, num_pages=own, page_size=PAGE, backend=backend
+        )
     config = read_config(folder)
     if config.num_mtp_layers and config.num_layers == target.config.num_layers:
         if tree:

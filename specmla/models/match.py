@@ -44,10 +44,12 @@ def match_tensors(
     wanted = model.state_dict()
     sources: dict[str, str] = {}
     found_scales: dict[str, list[tuple[str, str]]] = {}
-    unexpected, shapes = [], []
+    unexpected, shapes, integers = [], [], []
     for shard, tensors in headers.items():
-        for name, (shape, _) in tensors.items():
+        for name, (shape, dtype) in tensors.items():
             weight = scales.scaled_weight(name)
+            if name in wanted and not dtype.is_floating_point:
+                integers.append(f"{name} ({shard}) {dtype}")
             if name in wanted and shape != tuple(wanted[name].shape):
                 shapes.append(f"{name} ({shard}) {list(shape)} for {list(wanted[name].shape)}")
             elif name in wanted:
@@ -63,6 +65,7 @@ def match_tensors(
         ("missing", missing),
         ("unexpected", unexpected),
         ("of another shape", shapes),
+        ("of no floating dtype", integers),
     )
     reasons = [f"{label}: {list_some(names)}" for label, names in labelled if names]
     reasons += [f"quantised: {list_some(scaled, '; ')}"] if scaled else []

@@ -24,6 +24,8 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,  # maps of ids, beside the weights; no weight has these
+    "BOOL": torch.bool,
 }
 
 

@@ -11,6 +11,7 @@ from drafters import (
     DraftModelDrafter,
     DraftModelTreeDrafter,
     DSparkDrafter,
+    Eagle3Drafter,
     MTPDrafter,
     NgramDrafter,
     SuffixDrafter,
@@ -18,6 +19,7 @@ from drafters import (
 from specmla import DeepseekForCausalLM
 from specmla.testing import check_drafter
 from specmla.testing.check_drafter import chi_square_p
+from tests.drafters.eagle3_network import tiny_eagle3
 from tests.drafters.networks import VOCAB, tiny_block, tiny_mtp, tiny_target
 
 
@@ -43,12 +45,15 @@ def maker(target, kind: str):
         return lambda step: DDTreeDrafter(blocks(step))
     if kind == "mtp":
         return lambda step: MTPDrafter(target, tiny_mtp(target), step)
+    if kind == "eagle3":
+        head = tiny_eagle3(target)
+        return lambda step: Eagle3Drafter(target, head, num_pages=1400, page_size=8)
     draft = tiny_block(target, kind)
     made = {"dflash": DFlashDrafter, "dspark": DSparkDrafter}[kind]
     return lambda step: made(target, draft, num_pages=1400, page_size=8)
 
 
-KINDS = ["ngram", "suffix", "draft_model", "mtp", "dflash", "dspark"]
+KINDS = ["ngram", "suffix", "draft_model", "mtp", "eagle3", "dflash", "dspark"]
 TREES = ["suffix-tree", "model_tree", "ddtree"]
 
 

@@ -230,6 +230,10 @@ BROKEN: dict[str, tuple[Breaker, str]] = {
         lambda d: edit_weights(d, lambda s: s.update({EMBED: s[EMBED].to(torch.int8)})),
         r"a tensor has dtype 'I8', accepted are",
     ),
+    "integers": (
+        lambda d: edit_weights(d, lambda s: s.update({EMBED: s[EMBED].to(torch.int64)})),
+        r"of no floating dtype: model.embed_tokens.weight \(model.safetensors\) torch.int64",
+    ),
     "no-shard": (_drop_shard, r"model-00002-of-00002.safetensors named in .* and missing"),
     "cut-shard": (_cut_shard, r"model-00002-of-00002.safetensors is truncated or corrupt"),
     "empty-index": (_index({}), r"has no weight_map"),

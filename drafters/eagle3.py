@@ -1,0 +1,176 @@
+"""EAGLE-3 as drafter: a head on three fused hidden states, with its own cache and vocabulary.
+
+Row i is that of (h_i, t_{i+1}). A step first runs the rows whose true h are known since the last
+one, in place of what was drafted there on the head's own states; the last of them gives the first
+draft. Rows of drafts are given back at once. The head draws from its part of the vocabulary, and
+that is what it reports: the ids that could be drawn, each with its probability.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from drafters.draft_cache import DraftCache
+from drafters.eagle3_config import check_eagle3
+from drafters.sheet import DraftSheet, Wanted, split_wanted
+from drafters.state_log import StateLog
+from specmla import (
+    DraftMask,
+    DraftProposal,
+    QueryLenSupport,
+    RequestKind,
+    RequestRows,
+    SamplingCache,
+    SparseProbs,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from drafters.eagle3_model import Eagle3Model
+    from specmla import (
+        DeepseekForCausalLM,
+        DraftRequest,
+        HiddenRows,
+        RequestResult,
+        StepMetadata,
+    )
+
+_MOST_DRAFTS = 64
+
+
+class Eagle3Drafter:
+    """Drafts chains with one head, used again for every depth.
+
+    Args:
+        model: the target, which lends its embedding.
+        draft: the head, on the same device.
+        num_pages, page_size: of the drafter's own pool.
+        backend: attention backend by name, the best one if None.
+
+    Raises:
+        CheckpointError: a head made for another target.
+        UnsupportedError: no backend can serve it.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekForCausalLM,
+        draft: Eagle3Model,
+        *,
+        num_pages: int,
+        page_size: int = 64,
+        backend: str | None = None,
+    ) -> None:
+        config = draft.config
+        check_eagle3(config, model.config, type(self).__name__)
+        weight = draft.fc.weight
+        self.model, self.draft = model, draft
+        self.vocab_size, self.hidden_layers = config.vocab_size, config.target_layer_ids
+        self.cache = DraftCache(
+            config.attention,
+            1,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_seq_len=model.config.max_position_embeddings + _MOST_DRAFTS,
+            mask=DraftMask.CAUSAL,
+            dtype=weight.dtype,
+            device=weight.device,
+            backend=backend,
+            query_len_support=QueryLenSupport.VARLEN,
+        )
+        self._sampling = SamplingCache(weight.device)
+        self._log = StateLog()
+
+    @torch.no_grad()
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
+        """Draft for each request whose last hidden states are known; none for others.
+
+        Raises:
+            PoolFullError: the drafter's pool is too small; nothing was reserved.
+        """
+        wanted, others = split_wanted(
+            [(r, r.num_drafts * self._log.is_ready(r.request_id, r.tokens)) for r in requests]
+        )
+        if not wanted:
+            empty = torch.empty(len(others), 0, dtype=torch.int64, device=self.cache.rows.device)
+            return DraftProposal(tuple(r.request_id for r in others), (0,) * len(others), empty)
+        runs = [self._log[w.request_id] for w in wanted]
+        self.cache.reserve(
+            {w.request_id: r.num_pending + w.drafts - 1 for w, r in zip(wanted, runs, strict=True)}
+        )
+        state, anchors = self._first_round(wanted)
+        sheet = DraftSheet(wanted, anchors, self.draft.config.draft_vocab_size, self._sampling)
+        chosen = sheet.fill(0, self.draft.logits(state))
+        deep = [w for w in wanted if w.drafts > 1]
+        for depth, metadata in enumerate(
+            self.cache.builder.build_rounds([self._draft_rows(w) for w in deep]), start=1
+        ):
+            count = metadata.num_rows
+            tokens = chosen[:count] + self.draft.d2t[chosen[:count]]
+            state = self._run(tokens, state[:count], metadata)
+            chosen = sheet.fill(depth, self.draft.logits(state))
+        for w, run in zip(wanted, runs, strict=True):
+            self.cache.keep(w.request_id, run.num_known)
+        return self._mapped(sheet.proposal(others))
+
+    def observe(self, results: Sequence[RequestResult], hidden: HiddenRows | None = None) -> None:
+        """Keep the target's states of what was committed."""
+        for request_id in self._log.observe(results, hidden):
+            self.cache.drop(request_id)
+
+    def reset(self, request_id: Hashable) -> None:
+        """Forget a request and give its pages back."""
+        self._log.forget(request_id)
+        self.cache.drop(request_id)
+
+    def _first_round(self, wanted: Sequence[Wanted]) -> tuple[Tensor, Tensor]:
+        """Run the rows of known states; give the last ones' output [B, D] and the anchors [B]."""
+        rows = [self._pending_rows(w) for w in wanted]
+        order = sorted(range(len(rows)), key=lambda i: rows[i].kind is RequestKind.PROMPT)
+        tokens, last = array("q"), array("q", [0]) * len(rows)
+        for i in order:
+            tokens.extend(wanted[i].request.tokens[-rows[i].query_len :])
+            last[i] = len(tokens) - 1
+        anchors = array("q", [len(w.request.tokens) - 1 for w in wanted])
+        metadata = self.cache.builder.build(
+            [rows[i] for i in order], along={"tokens": tokens, "last": last, "anchors": anchors}
+        )
+        states = self._log.take(wanted[i].request_id for i in order)
+        fused = self.draft.fc(states.to(self.cache.rows.dtype))
+        out = self._run(metadata.along["tokens"], fused, metadata)
+        return out[metadata.along["last"]], metadata.along["anchors"]
+
+    def _pending_rows(self, wanted: Wanted) -> RequestRows:
+        """Rows up to the one before the anchor's: its token is the anchor."""
+        run, pages = self._log[wanted.request_id], self.cache.pages(wanted.request_id)
+        kind = RequestKind.PROMPT if run.stored == run.first else RequestKind.VERIFY
+        return RequestRows(kind, run.num_pending, run.num_known, pages)
+
+    def _draft_rows(self, wanted: Wanted) -> RequestRows:
+        """All later depths: a row each."""
+        count, known = wanted.drafts - 1, self._log[wanted.request_id].num_known
+        pages = self.cache.pages(wanted.request_id)
+        return RequestRows(RequestKind.VERIFY, count, known + count, pages)
+
+    def _run(self, tokens: Tensor, states: Tensor, metadata: StepMetadata) -> Tensor:
+        """Run rows [T] through the layer; [T, D] for the head and the next depth."""
+        layer, rows = self.draft.midlayer, self.cache.rows
+        embedded = self.model.model.embed_tokens(tokens).to(states.dtype)
+        angles = self.draft.rotary.at(metadata.positions, states.dtype)
+        joined = layer.joined(embedded, states)
+        attended = layer.self_attn(joined, angles, rows, 0, metadata, self.cache.backend)
+        return layer.finish(states, attended)
+
+    def _mapped(self, given: DraftProposal) -> DraftProposal:
+        """Give a proposal of draft ids in the target's."""
+        ids = self.draft.target_ids
+        tokens = torch.where(given.tokens >= 0, ids[given.tokens.clamp(min=0)], -1)
+        probs = given.probs
+        if isinstance(probs, torch.Tensor):
+            probs = SparseProbs(ids.expand(probs.shape).contiguous(), probs)
+        return DraftProposal(given.request_ids, given.counts, tokens, probs)
