@@ -53,6 +53,7 @@ from specmla.models.weights import load_checkpoint, reload_checkpoint, save_chec
 from specmla.quant_key import QuantKey
 from specmla.quant_output import QuantOutput
 from specmla.query import QueryLenSupport, pad_heads, reshape_query_for_spec_decode
+from specmla.query_form import Fp8Query
 from specmla.reference import merge_attention_states
 from specmla.rope import RopeAngles, RotaryEmbedding
 from specmla.staging import send_arrays
@@ -115,6 +116,7 @@ __all__ = [
     "Ending",
     "FixedBudget",
     "FixedHeads",
+    "Fp8Query",
     "Gate",
     "HiddenRows",
     "HistoryBudget",

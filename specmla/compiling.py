@@ -31,8 +31,11 @@ def as_operators(
             what an operator writes (`aot_eager` does; Inductor writes in place).
 
     Raises:
-        UnsupportedError: one of them is wrapped already.
+        UnsupportedError: one of them is wrapped already, or the backend has a query form.
     """
+    if backend.query_form is not None:
+        reasons = [f"query_form is {backend.query_form}, accepted is None"]
+        raise UnsupportedError("as_operators", reasons)
     wrapped = isinstance(cache, OperatorCache), isinstance(backend, OperatorBackend)
     if any(wrapped):
         reasons = [f"cache and backend are wrapped: {wrapped}, accepted are plain ones"]

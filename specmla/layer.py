@@ -27,19 +27,21 @@ o_proj [D, H V]. Modules carry the Hugging Face names of a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from specmla.backends.base import AttentionBackend
+from specmla.cache.codes import row_reader
 from specmla.cache.latent import LatentCache
+from specmla.cache.projected import store_projected
 from specmla.config import MLAConfig
 from specmla.errors import require
 from specmla.metadata import PrefillPart, StepMetadata, VerifyPart
 from specmla.prefill import PromptAttention
 from specmla.quant_output import QuantOutput
 from specmla.rope import RopeAngles
+from specmla.up_projection import UpProjection
 
 # The norms of the two bottlenecks: fixed in the published models, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
@@ -50,7 +52,13 @@ class MLAAttention(nn.Module):
 
     The absorbed weights are views of `kv_b_proj.weight`: they take no memory, keep its address and
     are never older than it.
+
+    Attributes:
+        fused_store: store new rows by `store_projected`. Its kernel rounds once, so that rows may
+            differ from those of three steps in the last bits; plain rows, not `as_operators`.
     """
+
+    fused_store = False
 
     def __init__(self, config: MLAConfig) -> None:
         super().__init__()
@@ -66,11 +74,7 @@ class MLAAttention(nn.Module):
             self.q_b_proj = nn.Linear(config.q_lora_rank, query_width, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(hidden, config.cache_width, bias=bias)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, eps=LATENT_NORM_EPS)
-        self.kv_b_proj = nn.Linear(
-            config.kv_lora_rank,
-            config.num_heads * (config.qk_nope_head_dim + config.v_head_dim),
-            bias=False,
-        )
+        self.kv_b_proj = UpProjection(config)
         self.o_proj = nn.Linear(config.num_heads * config.v_head_dim, hidden, bias=bias)
 
     @torch.no_grad()
@@ -131,18 +135,16 @@ class MLAAttention(nn.Module):
                 nothing was stored.
         """
         width = self.config.num_heads * self.config.v_head_dim
-        reasons = (
-            output.problems(metadata.num_rows, width, hidden.dtype) if output is not None else []
-        )
+        rows = metadata.num_rows
+        reasons = [] if output is None else output.problems(rows, width, hidden.dtype)
         if hidden.shape[:-1] != metadata.positions.shape:
             reasons.append(
-                f"hidden has shape {tuple(hidden.shape)}, accepted is "
-                f"[T={metadata.num_rows}, D={self.config.hidden_size}]"
+                f"hidden has shape {tuple(hidden.shape)}, accepted is [T={rows}, "
+                f"D={self.config.hidden_size}]"
             )
-        if reasons:
-            require(reasons, "MLAAttention")
-        q_nope, q_rope, kv_latent, k_rope = self._project(hidden, angles)
-        pages = cache.store(layer_id, kv_latent, k_rope, metadata.slot_mapping)
+        require(reasons, "MLAAttention")
+        q_nope, q_rope = self._query(hidden, angles)
+        pages = self._store(hidden, angles, cache, layer_id, metadata.slot_mapping)
         verify, prefill, split = metadata.verify, metadata.prefill, metadata.num_verify_rows
         parts = []
         if verify is not None:
@@ -150,8 +152,8 @@ class MLAAttention(nn.Module):
             parts.append(self.forward_mqa(*first, pages, verify, backend))
         if prefill is not None:
             query = torch.cat((q_nope[split:], q_rope[split:]), dim=-1)
-            gather = partial(cache.gather, layer_id)
-            parts.append(self.forward_mha(query, gather, prefill, backend))
+            gather, scale = row_reader(cache, layer_id, codes=backend.query_form is not None)
+            parts.append(self.forward_mha(query, gather, prefill, backend, row_scale=scale))
         if not parts:
             parts.append(hidden.new_empty(0, width))
         lifted = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -166,12 +168,13 @@ class MLAAttention(nn.Module):
         backend: AttentionBackend,
     ) -> Tensor:
         """Absorb `[T, H, P]`, attend with `[T, H, R]` over `[N, G, A]`, lift to `[T, H * V]`."""
-        w_uk, w_uv_t = self.absorbed_weights()
-        q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+        q_latent = self.kv_b_proj.absorb(q_nope)
+        if backend.query_form is not None:
+            q_latent, q_rope = backend.query_form.quantise(q_latent, q_rope)
         latent = backend.forward_mqa(
             q_latent, q_rope, latent_cache, part, softmax_scale=self.softmax_scale
         ).out
-        return torch.bmm(latent.transpose(0, 1), w_uv_t).transpose(0, 1).flatten(1)
+        return self.kv_b_proj.lift(latent)
 
     def forward_mha(
         self,
@@ -179,9 +182,15 @@ class MLAAttention(nn.Module):
         gather: Callable[[Tensor, Tensor | None], Tensor],
         part: PrefillPart,
         backend: AttentionBackend,
+        *,
+        row_scale: float = 1.0,
     ) -> Tensor:
-        """Attend `[T, H, P + R]` over gathered rows, up-projected: `[T, H * V]`."""
-        attention = PromptAttention(backend, self.softmax_scale, gather, self._expand_rows)
+        """Attend `[T, H, P + R]` over gathered rows times `row_scale`, up-projected: `[T, H * V]`.
+
+        Gathered rows may be e4m3 codes.
+        """
+        expand = self.kv_b_proj.expand_rows
+        attention = PromptAttention(backend, self.softmax_scale, gather, expand, row_scale)
         return attention.attend(query, part).out.flatten(1)
 
     def forward_full(self, hidden: Tensor, angles: RopeAngles) -> Tensor:
@@ -190,7 +199,7 @@ class MLAAttention(nn.Module):
         `angles` are those of positions 0 .. S - 1.
         """
         q_nope, q_rope, kv_latent, k_rope = self._project(hidden, angles)
-        key, value = self._expand(kv_latent, k_rope)
+        key, value = self.kv_b_proj.expand(kv_latent, k_rope)
         query = torch.cat((q_nope, q_rope), dim=-1)
         out = nn.functional.scaled_dot_product_attention(
             query.transpose(1, 2),
@@ -204,45 +213,38 @@ class MLAAttention(nn.Module):
 
     def absorbed_weights(self) -> tuple[Tensor, Tensor]:
         """View `kv_b_proj` as W_UK `[H, P, C]` and W_UV transposed `[H, C, V]`, for bmm."""
-        dims = self.config
-        w_uk, w_uv = self.kv_b_proj.weight.unflatten(0, (dims.num_heads, -1)).split(
-            (dims.qk_nope_head_dim, dims.v_head_dim), dim=1
-        )
-        return w_uk, w_uv.transpose(1, 2)
+        return self.kv_b_proj.absorbed_weights()
 
     def _project(self, hidden: Tensor, angles: RopeAngles) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Give q_nope [..., H, P], q_rope [..., H, R], kv_latent [..., C], k_rope [..., R]."""
-        dims = self.config
-        if dims.q_lora_rank is None:
+        """Give what `_query` and `_rows` give."""
+        return *self._query(hidden, angles), *self._rows(hidden, angles)
+
+    def _query(self, hidden: Tensor, angles: RopeAngles) -> tuple[Tensor, Tensor]:
+        """Give q_nope [..., H, P] and q_rope [..., H, R]."""
+        if (dims := self.config).q_lora_rank is None:
             query = self.q_proj(hidden)
         else:
             query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
         q_nope, q_rope = query.unflatten(-1, (dims.num_heads, dims.qk_head_dim)).split(
             (dims.qk_nope_head_dim, dims.qk_rope_head_dim), dim=-1
         )
-        kv_latent, k_rope = self.kv_a_proj_with_mqa(hidden).split(self._row_widths, dim=-1)
-        return (
-            q_nope,
-            angles.rotate_query(q_rope),
-            self.kv_a_layernorm(kv_latent),
-            angles.rotate_key(k_rope),
+        return q_nope, angles.rotate_query(q_rope)
+
+    def _rows(self, hidden: Tensor, angles: RopeAngles) -> tuple[Tensor, Tensor]:
+        """Give kv_latent [..., C] and k_rope [..., R]: what is cached."""
+        kv_latent, k_rope = self.kv_a_proj_with_mqa(hidden).split(
+            (self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=-1
         )
+        return self.kv_a_layernorm(kv_latent), angles.rotate_key(k_rope)
+
+    def _store(
+        self, hidden: Tensor, angles: RopeAngles, cache: LatentCache, layer_id: int, slots: Tensor
+    ) -> Tensor:
+        """Store the rows of `hidden` and give the pages, to be read after that."""
+        if not self.fused_store:
+            return cache.store(layer_id, *self._rows(hidden, angles), slots)
+        rows, weight = self.kv_a_proj_with_mqa(hidden), self.kv_a_layernorm.weight
+        return store_projected(cache, layer_id, rows, weight, angles, slots, eps=LATENT_NORM_EPS)
 
     def _expand(self, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Up-project [..., C] and [..., R] to keys [..., H, P + R] and values [..., H, V]."""
-        dims = self.config
-        k_nope, value = (
-            self.kv_b_proj(kv_latent)
-            .unflatten(-1, (dims.num_heads, -1))
-            .split((dims.qk_nope_head_dim, dims.v_head_dim), dim=-1)
-        )
-        shared = k_rope.unsqueeze(-2).expand(*k_nope.shape[:-1], dims.qk_rope_head_dim)
-        return torch.cat((k_nope, shared), dim=-1), value
-
-    def _expand_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Up-project cached rows [n, A], see `_expand`."""
-        return self._expand(*rows.split(self._row_widths, dim=-1))
-
-    @property
-    def _row_widths(self) -> tuple[int, int]:
-        return self.config.kv_lora_rank, self.config.qk_rope_head_dim
+        return self.kv_b_proj.expand(kv_latent, k_rope)

@@ -31,12 +31,15 @@ class PromptAttention:
         softmax_scale: as in `AttentionBackend.forward_mha`.
         gather: reads the layer's cached rows at slots [n] into [n, A], into new memory for None.
         expand: up-projects rows [n, A] to keys [n, H, P + R] and values [n, H, V].
+        row_scale: what gathered numbers are multiplied by: not one by one, but in the scores and in
+            what is attended.
     """
 
     backend: AttentionBackend
     softmax_scale: float
     gather: Callable[[Tensor, Tensor | None], Tensor]
     expand: Callable[[Tensor], tuple[Tensor, Tensor]]
+    row_scale: float = 1.0
 
     def attend(self, query: Tensor, part: PrefillPart) -> AttentionOutput:
         """Attend query rows to what `part` says they see; the new rows are in the cache already.
@@ -53,13 +56,17 @@ class PromptAttention:
         """
         state = self._over(query, part, part.workspace, causal=True)
         if not part.context:
-            return state
+            return state if self.row_scale == 1.0 else self._scaled(state)
         # Rounded to the query's dtype once, after the last merge.
         wide = torch.promote_types(query.dtype, torch.float32)
         merged = AttentionOutput(state.out.to(wide), state.lse)
         for chunk in part.context:
             self._add_chunk(merged, query, chunk, part.workspace)
-        return AttentionOutput(merged.out.to(query.dtype), merged.lse)
+        out = merged.out if self.row_scale == 1.0 else merged.out.mul_(self.row_scale)
+        return AttentionOutput(out.to(query.dtype), merged.lse)
+
+    def _scaled(self, state: AttentionOutput) -> AttentionOutput:
+        return AttentionOutput(state.out * self.row_scale, state.lse)
 
     def _add_chunk(
         self,
@@ -94,6 +101,5 @@ class PromptAttention:
         if workspace is not None and count <= workspace.num_rows:
             memory = workspace.rows(count)
         key, value = self.expand(self.gather(slots, memory))
-        return self.backend.forward_mha(
-            query, key, value, part, softmax_scale=self.softmax_scale, causal=causal
-        )
+        scale = self.softmax_scale * self.row_scale
+        return self.backend.forward_mha(query, key, value, part, softmax_scale=scale, causal=causal)

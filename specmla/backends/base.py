@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specmla.backends.format_reasons import format_reasons, name_reasons
+from specmla.backends.format_reasons import form_reasons, format_reasons, name_reasons
+from specmla.backends.requirements import Requirements as Requirements
 from specmla.backends.step_size import StepSize
 from specmla.buffers import Buffer
 from specmla.cache.formats.base import CacheFormat
@@ -18,31 +19,16 @@ from specmla.errors import UnsupportedError
 from specmla.mask import DraftMask
 from specmla.metadata import PrefillPart, VerifyPart
 from specmla.query import QueryLenSupport
+from specmla.query_form import Fp8Query
 
 
 class AttentionOutput(NamedTuple):
-    """out: [T, H, C] latents (`forward_mqa`) or [T, H, V] values (`forward_mha`), in the query's
+    """out: [T, H, C] latents (`forward_mqa`) or [T, H, V] values (`forward_mha`), in the model's
     dtype. lse: [T, H] float32, natural log. A row that saw no key: out exactly 0, lse exactly -inf.
     """
 
     out: Tensor
     lse: Tensor
-
-
-@dataclass(frozen=True)
-class Requirements:
-    """What a caller needs of a backend, for `AttentionBackend.problems` and `select_backend`."""
-
-    device: torch.device
-    dtype: torch.dtype
-    num_heads: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    page_size: int
-    masks: frozenset[DraftMask] = frozenset({DraftMask.CAUSAL})
-    query_len_support: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
-    batch_invariant: bool = False
-    format: CacheFormat | None = None  # of the cache; None or plain for rows in `dtype`
 
 
 @dataclass(frozen=True)
@@ -64,6 +50,7 @@ class Capabilities:
         batch_invariant: the constructor takes it, and then a row's bits depend on its own query and
             keys alone.
         formats: quantised cache formats that the constructor takes, by name, beside plain rows.
+        fp8_query: those of them with which it takes a `query_form` too.
         reorder_batch_threshold: most rows of an extend that the absorbed path serves faster than
             up-projection; `BatchRules` raises it to the rows of a verify.
         summary: one line for people.
@@ -81,6 +68,7 @@ class Capabilities:
     priority: int = 0
     batch_invariant: bool = False
     formats: tuple[str, ...] = ()
+    fp8_query: tuple[str, ...] = ()
     reorder_batch_threshold: int = 1
     summary: str = ""
 
@@ -97,6 +85,8 @@ class AttentionBackend(abc.ABC):
     """Whether this one was built so."""
     cache_format: CacheFormat | None = None
     """Quantised format that this one was built for; None for plain rows."""
+    query_form: Fp8Query | None = None
+    """Form of absorbed queries that this one was built for; None for numbers."""
 
     def problems(self, need: Requirements) -> list[str]:
         """List every reason why this backend can't serve `need`; empty if it can."""
@@ -129,6 +119,10 @@ class AttentionBackend(abc.ABC):
             )
             found.append(f"batch_invariant is needed, accepted is {way}")
         found += format_reasons(need, has.formats, self.cache_format)
+        if need.query_form != self.query_form:
+            found += form_reasons(need.query_form, need.format, has.fp8_query) or [
+                f"query_form is {need.query_form}, accepted by this one is {self.query_form}"
+            ]
         missing = sorted(m.value for m in need.masks - has.masks)
         if missing:
             served = sorted(m.value for m in has.masks)
@@ -153,23 +147,27 @@ class AttentionBackend(abc.ABC):
 
     @classmethod
     def make(
-        cls, *, batch_invariant: bool = False, cache_format: CacheFormat | None = None
+        cls,
+        *,
+        batch_invariant: bool = False,
+        cache_format: CacheFormat | None = None,
+        query_form: Fp8Query | None = None,
     ) -> AttentionBackend:
-        """Build the backend with its usual settings, batch-invariant or for a cache format.
+        """Build the backend with its usual settings, batch-invariant or for formats.
 
         Raises:
-            UnsupportedError: it has no batch-invariant results or does not read the format.
+            UnsupportedError: it has no batch-invariant results or does not read the formats.
         """
         has, packed = cls.capabilities, quantised(cache_format)
         options: dict[str, Any] = {"batch_invariant": True} if batch_invariant else {}
         reasons = name_reasons(packed, has.formats)
+        reasons += form_reasons(query_form, packed, has.fp8_query)
         if batch_invariant and not has.batch_invariant:
             reasons.append("batch_invariant is True, accepted is False")
         if reasons:
             raise UnsupportedError(f"backend {has.name!r}", reasons)
-        if packed is not None:
-            options["cache_format"] = packed
-        return cls(**options)
+        forms = {"cache_format": packed, "query_form": query_form}
+        return cls(**options, **{name: form for name, form in forms.items() if form is not None})
 
     def check(self, need: Requirements) -> None:
         """Raise `UnsupportedError` with all reasons unless this backend can serve `need`."""
@@ -219,7 +217,7 @@ class AttentionBackend(abc.ABC):
 
         Args:
             q_latent: [T, H, C], any strides with the last one 1.
-            q_rope: [T, H, R], likewise; R may be 0.
+            q_rope: [T, H, R], likewise; R may be 0. Both e4m3 if the backend has a `query_form`.
             latent_cache: [N, G, C + R], rows contiguous, page stride taken from the tensor; rows of
                 bytes [N, G, bytes] uint8 if the backend was built for a quantised `cache_format`.
             part: the verify rows.

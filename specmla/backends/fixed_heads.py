@@ -47,7 +47,7 @@ class FixedHeads(AttentionBackend):
             summary=f"{has.name}, queries padded to {num_heads} heads",
         )
         self.batch_invariant = backend.batch_invariant
-        self.cache_format = backend.cache_format
+        self.cache_format, self.query_form = backend.cache_format, backend.query_form
         self._workspace = HeadWorkspace()
 
     @property

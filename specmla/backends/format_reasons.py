@@ -1,4 +1,4 @@
-"""Why a backend can't read caches in a row format."""
+"""Why a backend can't read caches in a row format, or queries as codes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from specmla.cache.formats.base import CacheFormat
 from specmla.cache.formats.plain import quantised
+from specmla.query_form import Fp8Query
 
 
 def name_reasons(format: CacheFormat | None, served: Sequence[str]) -> list[str]:
@@ -17,6 +18,18 @@ def name_reasons(format: CacheFormat | None, served: Sequence[str]) -> list[str]
     if packed is None or packed.name in served:
         return []
     return [f"format is {packed.name!r}, accepted are {['plain rows', *served]}"]
+
+
+def form_reasons(
+    form: Fp8Query | None, format: CacheFormat | None, served: Sequence[str]
+) -> list[str]:
+    """Report e4m3 queries over rows that are not in one of the formats `served` with them."""
+    packed = quantised(format)
+    name = packed.name if packed else "plain rows"
+    if form is None or name in served:
+        return []
+    accepted = f"one over {list(served)}, or None" if served else "None"
+    return [f"query_form is {form} over {name!r}, accepted is {accepted}"]
 
 
 class NeededFormat(Protocol):

@@ -13,17 +13,20 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionBackend, AttentionOutput, Capabilities
-from specmla.backends.gather import GatherPlan, build_gather_plan, plan_buffers
+from specmla.backends.format_reasons import form_reasons
+from specmla.backends.gather import build_gather_plan, plan_buffers
+from specmla.backends.reference_inputs import DTYPES, mha_problems, mqa_problems
 from specmla.backends.scratch import CpuScratch
 from specmla.backends.step_size import StepSize
 from specmla.buffers import Buffer
-from specmla.cache.formats.base import CacheFormat, byte_problems
+from specmla.cache.formats.base import CacheFormat
 from specmla.cache.formats.names import QUANTISED_NAMES
 from specmla.cache.formats.plain import quantised
 from specmla.errors import require
 from specmla.mask import DraftMask
 from specmla.metadata import PrefillPart, VerifyPart
 from specmla.query import QueryLenSupport
+from specmla.query_form import Fp8Query
 
 PREFILL_ROWS = 256
 """Prompt rows attended at a time: bounds the score matrix at H * 256 * S."""
@@ -35,24 +38,29 @@ class ReferenceBackend(AttentionBackend):
     Args:
         cache_format: quantised format of the caches to read; rows are dequantised as they are
             gathered, in the dtype that is computed in.
+        query_form: of e4m3 queries; the codes are multiplied, the scale is one of the scores.
     """
 
     capabilities = Capabilities(
         name="reference",
         query_len_support=QueryLenSupport.VARLEN,
         masks=frozenset(DraftMask),
-        dtypes=(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        dtypes=DTYPES,
         device_types=("cpu", "cuda"),
         formats=QUANTISED_NAMES,
+        fp8_query=QUANTISED_NAMES,
         # Timed on a CPU core, 16 heads of 128 + 64 over a rank of 512, 256 to 4096 keys: faster up
         # to 128 rows, slower at 256 rows and few keys. By operations they are even at 171 rows.
         reorder_batch_threshold=128,
         summary="plain torch, float32 arithmetic (float64 for float64), any shape",
     )
 
-    def __init__(self, cache_format: CacheFormat | None = None) -> None:
-        self._scratch = CpuScratch()
-        self.cache_format = quantised(cache_format)
+    def __init__(
+        self, cache_format: CacheFormat | None = None, query_form: Fp8Query | None = None
+    ) -> None:
+        packed = self.cache_format = quantised(cache_format)
+        self._scratch, self.query_form = CpuScratch(), query_form
+        require(form_reasons(query_form, packed, self.capabilities.fp8_query), "ReferenceBackend")
 
     def plan(
         self,
@@ -84,7 +92,12 @@ class ReferenceBackend(AttentionBackend):
             ArgumentError: shapes, dtypes or page size that disagree, or a part that this backend
                 has not planned; all reasons are listed.
         """
-        found = _mqa_problems(q_latent, q_rope, latent_cache, part, self.cache_format)
+        packed, form, found = self.cache_format, self.query_form, []
+        if packed is not None and form is not None:
+            found = form.problems(q_latent, q_rope)
+            q_latent, q_rope = q_latent.to(packed.dtype), q_rope.to(packed.dtype)
+            softmax_scale *= form.scale
+        found += mqa_problems(q_latent, q_rope, latent_cache, part, packed)
         require(found, "ReferenceBackend.forward_mqa")
         plan = part.plan
         if plan is None:
@@ -130,7 +143,7 @@ class ReferenceBackend(AttentionBackend):
         Raises:
             ArgumentError: shapes or dtypes that disagree; all reasons are listed.
         """
-        require(_mha_problems(query, key, value, part), "ReferenceBackend.forward_mha")
+        require(mha_problems(query, key, value, part), "ReferenceBackend.forward_mha")
         out, lse = _empty_state((*query.shape[:2], value.shape[2]), query)
         row_at = key_at = 0
         for query_len, seq_len in zip(part.query_lens, part.seq_lens, strict=True):
@@ -176,72 +189,3 @@ def _mha_block(
         out[:, :-last_key] = 0.0
         lse[:, :-last_key] = -torch.inf
     return AttentionOutput(out.transpose(0, 1).to(query.dtype), lse.T.float())
-
-
-def _mqa_problems(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
-    part: VerifyPart,
-    format: CacheFormat | None,
-) -> list[str]:
-    if format is None:
-        found = _tensor_problems(q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache)
-    else:
-        found = _tensor_problems(q_latent=q_latent, q_rope=q_rope)
-        found += byte_problems(format, q_latent, q_rope, latent_cache)
-    if q_latent.dim() == 0 or q_rope.dim() == 0:
-        return [*found, "q_latent and q_rope have no dimension, accepted are three"]
-    if q_latent.dim() != 3 or q_latent.shape[0] != part.num_rows or not q_latent.shape[1]:
-        found.append(f"q_latent is {tuple(q_latent.shape)}, accepted is [T={part.num_rows}, H, C]")
-    if q_rope.dim() != 3 or q_rope.shape[:2] != q_latent.shape[:2]:
-        found.append(
-            f"q_rope is {tuple(q_rope.shape)}, accepted is {tuple(q_latent.shape[:2])} + R"
-        )
-    width = format.bytes_per_row if format else q_latent.shape[-1] + q_rope.shape[-1]
-    if latent_cache.dim() != 3 or latent_cache.shape[1:] != (part.page_size, width):
-        found.append(
-            f"latent_cache is {tuple(latent_cache.shape)}, accepted is "
-            f"[N, G={part.page_size}, {'bytes' if format else 'C + R'}={width}]"
-        )
-    if (
-        isinstance(part.plan, GatherPlan)
-        and q_latent.dim() == 3
-        and q_latent.shape[1] != part.plan.num_heads
-    ):
-        found.append(
-            f"q_latent has {q_latent.shape[1]} heads, the step was planned for "
-            f"{part.plan.num_heads}"
-        )
-    sees_nothing = not part.num_rows or not part.max_seq_len
-    if not isinstance(part.plan, GatherPlan) and not (part.plan is None and sees_nothing):
-        found.append(f"part.plan is {type(part.plan).__name__}, accepted is what plan() gives")
-    return found
-
-
-def _mha_problems(query: Tensor, key: Tensor, value: Tensor, part: PrefillPart) -> list[str]:
-    rows, keys = sum(part.query_lens), sum(part.seq_lens)
-    found = _tensor_problems(query=query, key=key, value=value)
-    if query.dim() != 3 or query.shape[0] != rows:
-        found.append(f"query is {tuple(query.shape)}, accepted is [T={rows}, H, P + R]")
-    if key.shape != (keys, *query.shape[1:]):
-        found.append(f"key is {tuple(key.shape)}, accepted is {(keys, *query.shape[1:])}")
-    if value.dim() != 3 or value.shape[:2] != key.shape[:2]:
-        found.append(f"value is {tuple(value.shape)}, accepted is {tuple(key.shape[:2])} + V")
-    return found
-
-
-def _tensor_problems(**tensors: Tensor) -> list[str]:
-    found: list[str] = []
-    accepted, first = ReferenceBackend.capabilities.dtypes, next(iter(tensors.values()))
-    if first.dtype in accepted and all(
-        t.dtype == first.dtype and t.device == first.device for t in tensors.values()
-    ):
-        return found
-    dtypes = {name: str(t.dtype) for name, t in tensors.items()}
-    if len(set(dtypes.values())) > 1 or first.dtype not in accepted:
-        found.append(f"dtypes are {dtypes}, accepted is one dtype of {[str(d) for d in accepted]}")
-    devices = {name: str(t.device) for name, t in tensors.items()}
-    if len(set(devices.values())) > 1:
-        found.append(f"devices are {devices}, accepted is one device")
-    return found

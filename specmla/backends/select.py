@@ -10,6 +10,7 @@ from specmla.backends.base import AttentionBackend, Requirements
 from specmla.cache.formats.base import CacheFormat
 from specmla.cache.formats.plain import quantised
 from specmla.errors import ArgumentError, UnsupportedError
+from specmla.query_form import Fp8Query
 
 
 def _reference() -> type[AttentionBackend]:
@@ -52,17 +53,24 @@ BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
 
 
 def get_backend(
-    name: str, *, batch_invariant: bool = False, cache_format: CacheFormat | None = None
+    name: str,
+    *,
+    batch_invariant: bool = False,
+    cache_format: CacheFormat | None = None,
+    query_form: Fp8Query | None = None,
 ) -> AttentionBackend:
     """Make the backend of that name, whether or not it can run here.
 
     Raises:
         ArgumentError: an unknown name.
-        UnsupportedError: batch-invariant results or a cache format are asked for and it has none.
+        UnsupportedError: batch-invariant results, a cache format or a query form are asked for and
+            it has none.
     """
     if name not in BACKENDS:
         raise ArgumentError(f"backend is {name!r}, accepted are {sorted(BACKENDS)}")
-    return BACKENDS[name]().make(batch_invariant=batch_invariant, cache_format=cache_format)
+    return BACKENDS[name]().make(
+        batch_invariant=batch_invariant, cache_format=cache_format, query_form=query_form
+    )
 
 
 def backend_for(need: Requirements, name: str) -> AttentionBackend:
@@ -73,10 +81,12 @@ def backend_for(need: Requirements, name: str) -> AttentionBackend:
     """
     has = get_backend(name).capabilities
     packed = quantised(need.format)
+    packed = packed if packed and packed.name in has.formats else None
     return get_backend(
         name,
         batch_invariant=need.batch_invariant and has.batch_invariant,
-        cache_format=packed if packed and packed.name in has.formats else None,
+        cache_format=packed,
+        query_form=need.query_form if packed and packed.name in has.fp8_query else None,
     )
 
 

@@ -49,6 +49,7 @@ class TritonBackend(TritonKernelsBackend):
         priority=20,
         batch_invariant=True,
         formats=FP8_FORMATS,
+        fp8_query=("fp8",),
         summary="packed rows of ragged requests, split keys, all masks; the CPU only interprets",
     )
 
@@ -107,10 +108,13 @@ class TritonBackend(TritonKernelsBackend):
         """
         from specmla.kernels.packed import packed_attention
 
-        packed = self.cache_format
-        found = inputs.mqa_problems(
-            q_latent, q_rope, latent_cache, part, packed.bytes_per_row if packed else None
-        )
+        packed, form, found = self.cache_format, self.query_form, []
+        if form is not None and packed:
+            found = form.problems(q_latent, q_rope)
+            q_latent, q_rope = q_latent.to(packed.dtype), q_rope.to(packed.dtype)
+            softmax_scale *= form.scale
+        row_bytes = packed.bytes_per_row if packed else None
+        found += inputs.mqa_problems(q_latent, q_rope, latent_cache, part, row_bytes)
         if packed:
             found += byte_problems(packed, q_latent, q_rope, latent_cache)
         require(found or inputs.plan_problems(part.plan, q_latent), "TritonBackend.forward_mqa")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import Requirements
-from specmla.backends.format_reasons import name_reasons
+from specmla.backends.format_reasons import form_reasons, name_reasons
 from specmla.backends.triton_prompts import TritonPrompts
 from specmla.cache.formats.base import CacheFormat
 from specmla.cache.formats.plain import quantised
@@ -24,6 +24,7 @@ from specmla.kernels.plan import (
     plan_bounds,
     plan_buffers,
 )
+from specmla.query_form import Fp8Query
 
 if TYPE_CHECKING:
     from specmla.backends.step_size import StepSize
@@ -45,6 +46,8 @@ class TritonKernelsBackend(TritonPrompts):
             rows its request brings. Scratch then grows with the width of the block table.
         piece_keys: keys of such a piece.
         cache_format: quantised format of the caches to read, one of `capabilities.formats`.
+        query_form: of e4m3 queries, over one of `capabilities.fp8_query`; bare codes are multiplied
+            with bare codes, in the format's dtype, which holds them exactly.
 
     Raises:
         ArgumentError: another format, fewer than one split or key, or splits of batch-invariant
@@ -59,8 +62,10 @@ class TritonKernelsBackend(TritonPrompts):
         batch_invariant: bool = False,
         piece_keys: int = PIECE_KEYS,
         cache_format: CacheFormat | None = None,
+        query_form: Fp8Query | None = None,
     ) -> None:
         found = name_reasons(cache_format, self.capabilities.formats)
+        found += form_reasons(query_form, cache_format, self.capabilities.fp8_query)
         if num_splits is not None and num_splits < 1:
             found.append(f"num_splits is {num_splits}, accepted are None and values >= 1")
         if num_splits is not None and batch_invariant:
@@ -69,7 +74,7 @@ class TritonKernelsBackend(TritonPrompts):
             found.append(f"piece_keys is {piece_keys}, accepted are values >= 1")
         require(found, type(self).__name__)
         self.config, self.batch_invariant = config, batch_invariant
-        self.cache_format = quantised(cache_format)
+        self.cache_format, self.query_form = quantised(cache_format), query_form
         self.rule = CutRule(num_splits, piece_keys if batch_invariant else None)
 
     def problems(self, need: Requirements) -> list[str]:

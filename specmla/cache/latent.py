@@ -133,7 +133,7 @@ class LatentCache:
 
     def store_into(self, pool: Tensor, kv_latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
         """Do what `store` does, in pages that are given: those of a layer, or their like."""
-        found = self._slot_problems("slots", slots)
+        found = self.slot_problems("slots", slots)
         for name, part in (("kv_latent", kv_latent), ("k_rope", k_rope)):
             if part.dim() != 2 or part.shape[0] != slots.numel():
                 found.append(
@@ -170,7 +170,7 @@ class LatentCache:
                 `out` that can't take the rows.
         """
         pool = self.layer(layer)
-        found = self._slot_problems("slots", slots)
+        found = self.slot_problems("slots", slots)
         if out is not None:
             found += self._out_problems(out, slots.numel())
         if found:
@@ -186,8 +186,8 @@ class LatentCache:
         Raises:
             ArgumentError: slots of another shape, dtype or device, or (on the CPU) outside.
         """
-        found = self._slot_problems("src_slots", src_slots)
-        found += self._slot_problems("dst_slots", dst_slots)
+        found = self.slot_problems("src_slots", src_slots)
+        found += self.slot_problems("dst_slots", dst_slots)
         if src_slots.shape != dst_slots.shape:
             found.append(
                 f"src_slots has shape {tuple(src_slots.shape)}, dst_slots "
@@ -222,7 +222,8 @@ class LatentCache:
             pages = pages.pin_memory().to(self.device, non_blocking=True)
         self._copy(*pages.unbind(0))
 
-    def _slot_problems(self, name: str, slots: Tensor) -> list[str]:
+    def slot_problems(self, name: str, slots: Tensor) -> list[str]:
+        """List why `slots` can't be slots; on a GPU their values are not looked at."""
         found = []
         if slots.dim() != 1:
             found.append(f"{name} has shape {tuple(slots.shape)}, accepted is one dimension")

@@ -29,6 +29,7 @@ from specmla.kernels import (
     gather_fp8,
     gather_nvfp4,
     move,
+    quantise_query,
     store,
     store_fp8,
     store_nvfp4,
@@ -70,6 +71,7 @@ FP8_ROWS: list[dict[str, Any]] = [
 """Rows of each e4m3 format for DeepSeek."""
 CACHE_MODULES |= {"store_fp8": store_fp8, "gather_fp8": gather_fp8}
 CACHE_MODULES |= {"store_nvfp4": store_nvfp4, "gather_nvfp4": gather_nvfp4}
+CACHE_MODULES |= {"quantise_query": quantise_query}
 CACHE_MODULES |= {"store_projected": store_projected, "experts": experts}
 
 
