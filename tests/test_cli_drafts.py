@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from drafters import (
@@ -13,7 +15,14 @@ from drafters import (
     MTPDrafter,
     save_block_model,
 )
-from specmla import ArgumentError, SamplingParams, build_step, save_checkpoint, save_part
+from specmla import (
+    ArgumentError,
+    CheckpointError,
+    SamplingParams,
+    build_step,
+    save_checkpoint,
+    save_part,
+)
 from specmla.cli.drafts import drafter_from
 from specmla.cli.run import run_loop
 from tests.drafters.networks import tiny_block, tiny_mtp, tiny_target
@@ -61,3 +70,17 @@ def test_what_drafts_chains_gives_no_trees(kind, tmp_path):
     save(kind, target, tmp_path)
     with pytest.raises(ArgumentError, match="chains"):
         drafter_from(tmp_path, target, num_requests=2, longest=40, tree=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'"),
+        ({"architectures": ["DFlashDraftModel"], "num_key_value_heads": 8}, "grouped queries"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "num_key_value_heads": 2}, "is 2 without"),
+    ],
+)
+def test_known_formats_that_are_not_served_are_named(config, reason, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=reason):
+        drafter_from(tmp_path, tiny_target(), num_requests=2, longest=40)

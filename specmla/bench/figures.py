@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from specmla.bench.compare_figures import compare_figures
 from specmla.bench.grid_figures import grid_figures
 
 RESULTS = Path(str(files("specmla"))) / "bench" / "results"
@@ -19,7 +20,7 @@ RESULTS = Path(str(files("specmla"))) / "bench" / "results"
 
 def figures() -> str:
     """Give the whole block of the README."""
-    return "\n\n".join([_verify(), *_grid(), _layer(), _step(), _loop(), _training()])
+    return "\n\n".join([_verify(), *_grid(), _layer(), _step(), _loop(), *_compare(), _training()])
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -146,6 +147,11 @@ def _loop() -> str:
         + _table([*header], rows)
         + "\n\n`python examples/pair.py --repeats 5`"
     )
+
+
+def _compare() -> list[str]:
+    """Nothing until drafters and rules have been compared."""
+    return compare_figures(_load("compare_cpu")) if (RESULTS / "compare_cpu.json").exists() else []
 
 
 def _training() -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from drafters import (
     DDTreeDrafter,
@@ -17,7 +19,7 @@ from drafters import (
 )
 from drafters.eagle3_config import ARCHITECTURE as EAGLE3
 from specmla.cli.run import MakeDrafter
-from specmla.errors import ArgumentError
+from specmla.errors import ArgumentError, CheckpointError
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.mtp import load_mtp
 from specmla.models.parts import read_part_config
@@ -54,7 +56,9 @@ def drafter_from(
         CheckpointError: damaged, or nothing that can be served with this target.
         ArgumentError: a draft model of another vocabulary, trees of what drafts chains only.
     """
-    names = read_part_config(folder).get("architectures") or []
+    found = read_part_config(folder)
+    _refuse_foreign(found, folder)
+    names = found.get("architectures") or []
     block = next((BLOCKS[name] for name in names if name in BLOCKS), None)
     if block is not None:
         if tree and block is not DFlashDrafter:
@@ -92,3 +96,19 @@ def drafter_from(
     pages = num_requests * (-(-longest // PAGE) + 1)
     kind = DraftModelTreeDrafter if tree else DraftModelDrafter
     return lambda step: kind(model, num_pages=pages, backend=backend)
+
+
+def _refuse_foreign(found: Mapping[str, Any], folder: Path) -> None:
+    """Name the formats that are known and not served, rather than what they lack of ours.
+
+    Raises:
+        CheckpointError: a checkpoint of speculators, or a drafter with other attention than MLA.
+    """
+    reasons = []
+    if kind := found.get("speculators_model_type"):
+        reasons.append(f"speculators_model_type is {kind!r}: its checkpoints are not read")
+    heads = found.get("num_key_value_heads")
+    if found.get("kv_lora_rank") is None and heads is not None:
+        reasons.append(f"num_key_value_heads is {heads} without kv_lora_rank: grouped queries")
+    if reasons:
+        raise CheckpointError(f"{folder}: drafters served have MLA layers; " + "; ".join(reasons))
