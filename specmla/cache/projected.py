@@ -39,8 +39,8 @@ def store_projected(
         The pages of the layer, to be read after this.
 
     Raises:
-        ArgumentError: a quantised cache, or shapes, dtypes and devices that can't be accepted;
-            nothing was written.
+        ArgumentError: a quantised cache, one of `as_operators`, or shapes, dtypes and devices that
+            can't be accepted; nothing was written.
     """
     require(_problems(cache, projected, weight, angles, slots), "store_projected")
     pool, rank = cache.layer(layer), weight.shape[0]
@@ -66,6 +66,8 @@ def _problems(
     cache: LatentCache, projected: Tensor, weight: Tensor, angles: RopeAngles, slots: Tensor
 ) -> list[str]:
     found = []
+    if type(cache) is not LatentCache:  # its stores are operators of a compiled graph
+        found.append(f"cache is a {type(cache).__name__}, accepted is a LatentCache")
     if cache.format is not None:
         found.append(f"cache holds {cache.format}, accepted are plain rows")
     if cache.impl == "triton" and cache.dtype == torch.float64:
