@@ -23,7 +23,7 @@ from specmla.testing.budget import relative_error
 PAGE, PAGES = 16, 6
 CONFIG = MLAConfig(48, 3, 128, 16, 32, 24, q_lora_rank=20)
 has_triton = importlib.util.find_spec("triton") is not None
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has kernels on a GPU")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_layer(dtype: torch.dtype, *, fused: bool) -> MLAAttention:
@@ -33,11 +33,11 @@ def make_layer(dtype: torch.dtype, *, fused: bool) -> MLAAttention:
         for parameter in layer.parameters():
             parameter.normal_(std=0.2)
     layer.fused_store = fused
-    return layer.to(dtype)
+    return layer.to(DEVICE, dtype)
 
 
 def make_cache(dtype: torch.dtype, impl: str) -> LatentCache:
-    cache = LatentCache(1, PAGES, PAGE, CONFIG.cache_width, dtype=dtype, device="cpu", impl=impl)
+    cache = LatentCache(1, PAGES, PAGE, CONFIG.cache_width, dtype=dtype, device=DEVICE, impl=impl)
     cache.layer(0).fill_(float("nan"))
     return cache
 
@@ -51,7 +51,7 @@ def run(layer: MLAAttention, cache: LatentCache, dtype: torch.dtype) -> list[Ten
         num_pages=PAGES,
         num_heads=3,
         kv_lora_rank=128,
-        device="cpu",
+        device=DEVICE,
         max_seq_len=90,
         dtype=dtype,
     )
@@ -65,7 +65,7 @@ def run(layer: MLAAttention, cache: LatentCache, dtype: torch.dtype) -> list[Ten
     for requests in steps:
         metadata = builder.build(requests)
         at = RotaryEmbedding(CONFIG).at(metadata.positions, dtype)
-        hidden = torch.randn(metadata.num_rows, 48, dtype=torch.float64).to(dtype)
+        hidden = torch.randn(metadata.num_rows, 48, dtype=torch.float64).to(DEVICE, dtype)
         outputs.append(layer(hidden, at, cache, 0, metadata, backend))
     return outputs
 
@@ -81,7 +81,6 @@ def test_in_torch_the_fused_store_has_the_same_bits(dtype: torch.dtype) -> None:
     assert not caches[1].layer(0)[4].isnan().any(), "a page of the prompt"
 
 
-@on_cpu
 @pytest.mark.skipif(not has_triton, reason="triton is not installed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_by_the_kernel_it_errs_no_more_than_three_steps(dtype: torch.dtype) -> None:
@@ -104,7 +103,7 @@ def test_what_it_does_not_serve_is_refused_by_name() -> None:
         run(layer, operators, dtype)
     packed = cache_format("fp8", 128, 32, dtype=dtype)
     cache = LatentCache(
-        1, PAGES, PAGE, CONFIG.cache_width, dtype=dtype, device="cpu", format=packed
+        1, PAGES, PAGE, CONFIG.cache_width, dtype=dtype, device=DEVICE, format=packed
     )
     with pytest.raises(ArgumentError, match=r"Fp8Format.*accepted are plain rows"):
         run(layer, cache, dtype)
