@@ -37,7 +37,7 @@ from specmla.verify.overlap_plan import (
     plan_late,
 )
 from specmla.verify.plan import PlannedRequest, StepPlan
-from specmla.verify.proposal import DraftRequest, RequestResult
+from specmla.verify.proposal import DraftProposal, DraftRequest, RequestResult
 from specmla.verify.step import VerifyStep
 
 
@@ -48,12 +48,10 @@ class OverlappedStep:
     fork requests on the step itself; plan, commit, remove and drop them here.
 
     Args:
-        step: holds the requests; no step of its own may be open. Its acceptance rule, cache and
-            pages are used.
+        step: holds the requests; no step of its own may be open.
 
     Raises:
-        ArgumentError: an open step, or a UNIFORM backend (rows past a limit are inert, which needs
-            an extent a row).
+        ArgumentError: an open step, or a UNIFORM backend (an inert row needs an extent of its own).
     """
 
     def __init__(self, step: VerifyStep) -> None:
@@ -70,10 +68,8 @@ class OverlappedStep:
     @property
     def ready(self) -> tuple[Hashable, ...]:
         """Requests that can be planned now: all but those that end with the step under way."""
-        last = self._flights.last
-        if self._flights.problems:
-            return ()
-        return tuple(n for n in self._table if not ends_under_way(self._table[n], last))
+        names, last = () if self._flights.problems else self._table, self._flights.last
+        return tuple(n for n in names if not ends_under_way(self._table[n], last))
 
     def draft_requests(
         self,
@@ -93,8 +89,7 @@ class OverlappedStep:
             ahead: for `DraftsAhead`: ask for as many more as the step under way may emit.
 
         Raises:
-            ArgumentError: unknown names, counts that are no integers of 0 or more, or no step can
-                be planned now.
+            ArgumentError: unknown names, counts below 0, or no step can be planned now.
         """
         require(self._flights.problems, "OverlappedStep.draft_requests")
         names = list(self.ready if request_ids is None else request_ids)
@@ -132,14 +127,13 @@ class OverlappedStep:
             The plan. Of requests under way, `requests` has bounds; the tensors are exact.
 
         Raises:
-            ArgumentError: as `VerifyStep.plan`, and two steps under way, trees, requests with
-                processors or whose step under way is their last; all reasons are listed.
+            ArgumentError: as `VerifyStep.plan`, and two steps under way, trees, requests that have
+                processors or end with the step under way; all reasons are listed.
             PoolFullError: too few pages; nothing was reserved.
         """
         require(self._flights.problems, "OverlappedStep.plan")
         names = list(self.ready if request_ids is None else request_ids)
-        states = [self._table[name] for name in names]
-        last = self._flights.last
+        states, last = [self._table[name] for name in names], self._flights.last
         require(late_problems(names, states, last, drafts), "OverlappedStep.plan")
         proposal = drafts.proposal if isinstance(drafts, DraftsAhead) else drafts
         if proposal is not None and isinstance(proposal.probs, Tensor):
@@ -154,8 +148,7 @@ class OverlappedStep:
         except BaseException:
             self._flights.release(r.planned.state for r in late)
             raise
-        places = {r.state: i for i, r in enumerate(plan.requests)}
-        self._flights.put(Flight(plan, places, {r.planned.state: r.end for r in late}))
+        self._flights.put(Flight.of(plan, [r.end for r in late]))
         return plan
 
     def verify(self, plan: StepPlan, logits: Tensor) -> Verdict:
@@ -200,9 +193,7 @@ class OverlappedStep:
     def cancel(self, plan: StepPlan) -> None:
         """Give back what a planned step reserved; one that was verified can't be cancelled."""
         if self._flights.open is None or plan is not self._flights.open.plan:
-            raise ArgumentError(
-                "plan is not a planned, unverified step; there is nothing to cancel"
-            )
+            raise ArgumentError("plan is not the step planned last; there is nothing to cancel")
         self._flights.cancel()
 
     def remove(self, request_id: Hashable) -> None:
@@ -230,12 +221,11 @@ class OverlappedStep:
         before = None if verdict is None else verdict.acceptance
         return Settler(before, self.step.builder.page_size, self.step.vocab_size)
 
-    def _lay_out(self, late: Sequence[LateRequest], proposal: Drafts) -> StepPlan:
-        step, settle = self.step, self._settler()
-        rows = [r.rows(step.blocks.block_ids(r.planned.request_id)) for r in late]
-        metadata = step.builder.build(rows, along=late_arrays(late), settle=settle)
+    def _lay_out(self, late: Sequence[LateRequest], proposal: DraftProposal | None) -> StepPlan:
+        settle, pages = self._settler(), self.step.blocks.block_ids
+        rows = [r.rows(pages(r.planned.request_id)) for r in late]
+        metadata = self.step.builder.build(rows, along=late_arrays(late), settle=settle)
         sent, count = metadata.along, len(late)
-        assert not isinstance(proposal, DraftsAhead)
         drafted = settle.place_drafts(sent, proposal, count)
         return StepPlan(
             requests=tuple(r.planned for r in late),

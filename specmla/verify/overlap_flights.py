@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specmla.query import QueryLenSupport
@@ -28,6 +28,12 @@ class Flight:
     places: dict[RequestState, int]
     ends: dict[RequestState, int]
     verdict: Verdict | None = None
+
+    @classmethod
+    def of(cls, plan: StepPlan, ends: Sequence[int]) -> Flight:
+        """Make one of a step just planned, whose requests have these ends."""
+        states = [r.state for r in plan.requests]
+        return cls(plan, {s: i for i, s in enumerate(states)}, dict(zip(states, ends, strict=True)))
 
     def bound(self, state: RequestState) -> int | None:
         """Give the drafts that the step verifies of a request, None if it has no part in it."""

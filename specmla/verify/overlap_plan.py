@@ -25,7 +25,8 @@ class DraftsAhead(NamedTuple):
     """Chains that continue the committed tokens, from who does not know what comes after them.
 
     Of a request whose last step is under way the device skips as many drafts as that step emits.
-    The drafts are functions of committed tokens: their distribution is one-hot.
+    The drafts are functions of committed tokens: their distribution is one-hot. They lose nothing,
+    but where what was emitted is not what they said, fewer of them stand.
 
     Attributes:
         proposal: without `probs` and `parents`; long enough for both steps if made for
