@@ -1,7 +1,7 @@
 """Drafters x rules on the same prompts: what they yield, how sure that is, and how fast they are.
 
-All run in turns in one process, so that what else the machine does hits all of them; a gain in
-speed is against the plain run of its own turn and temperature.
+All cases take turns in one process, prompt by prompt, so that what else the machine does hits all
+of them; a gain in speed is against the plain run of the same turn and temperature.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from specmla.bench.compare_rows import (
 from specmla.bench.compare_run import (
     ComparedRun,
     Contender,
+    ContenderRun,
     RunSettings,
-    run_contender,
+    parts_of,
     with_seed,
 )
 from specmla.models.deepseek import DeepseekForCausalLM
@@ -84,13 +85,16 @@ def compare(
     everything = [*plain.values(), *cases]
     short = replace(settings, max_tokens=min(_WARM_TOKENS, settings.max_tokens))
     for case in everything:  # not timed; it refuses what can't be served before anything is
-        _run(target, prompts[:1], case, short)
+        _make(target, prompts[:1], case, short).run(range(1))
     turns: list[dict[Case, ComparedRun]] = []
     for turn in range(repeats):
-        turns.append({})
-        for case in everything:
-            on_run(f"{case.contender.name}, {case.rule}, temperature {case.temperature:g}")
-            turns[-1][case] = _run(target, prompts, case, with_seed(settings, turn))
+        own = with_seed(settings, turn)
+        runs = {case: _make(target, prompts, case, own) for case in everything}
+        for part in parts_of(len(prompts), settings.batch):
+            for case, run in runs.items():
+                on_run(f"{case.contender.name}, {case.rule}, temperature {case.temperature:g}")
+                run.run(part)
+        turns.append({case: run.result for case, run in runs.items()})
     counted = {
         case: count([turn[case] for turn in (turns if case.temperature else turns[:1])])
         for case in cases
@@ -108,8 +112,8 @@ def compare(
     return {"rows": rows, "gains": [*block_gains(counted), *tree_gains(counted)]}
 
 
-def _run(
+def _make(
     target: DeepseekForCausalLM, prompts: Sequence[Sequence[int]], case: Case, settings: RunSettings
-) -> ComparedRun:
+) -> ContenderRun:
     rule = "token_level" if case.rule in (GREEDY, MULTI_ROUND) else case.rule
-    return run_contender(target, prompts, case.contender, rule, case.temperature, settings)
+    return ContenderRun(target, prompts, case.contender, rule, case.temperature, settings)

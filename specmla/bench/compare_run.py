@@ -114,16 +114,8 @@ class ComparedRun:
         return sum(len(c.tokens) for c in self.continuations) / self.seconds
 
 
-@torch.no_grad()
-def run_contender(
-    target: DeepseekForCausalLM,
-    prompts: Sequence[Sequence[int]],
-    contender: Contender,
-    rule: str,
-    temperature: float,
-    settings: RunSettings,
-) -> ComparedRun:
-    """Continue all prompts, `settings.batch` at a time, with one fresh drafter.
+class ContenderRun:
+    """A run in parts, so that several can take turns; one fresh drafter serves all of it.
 
     Args:
         target: the model.
@@ -132,35 +124,70 @@ def run_contender(
         rule: name of a rule that `VerifyStep` takes.
         temperature: 0 for greedy.
         settings: sizes and seeds.
+
+    Attributes:
+        result: what has run so far.
     """
-    longest = max(map(len, prompts)) + settings.max_tokens + settings.num_nodes
-    pages = settings.batch * (-(-longest // PAGE) + 2)
-    step = build_step(
-        target,
-        num_pages=pages,
-        page_size=PAGE,
-        backend=settings.backend,
-        rule=rule,
-        num_draft_layers=int(contender.make is not None),
-    )
-    drafter = contender.make(step) if contender.make else None
-    loop = _Loop(target, step, drafter, contender, settings, _probed(contender, temperature))
-    found = [Continuation() for _ in prompts]
-    seconds = 0.0
-    for start in range(0, len(prompts), settings.batch):
-        part = range(start, min(start + settings.batch, len(prompts)))
+
+    def __init__(
+        self,
+        target: DeepseekForCausalLM,
+        prompts: Sequence[Sequence[int]],
+        contender: Contender,
+        rule: str,
+        temperature: float,
+        settings: RunSettings,
+    ) -> None:
+        longest = max(map(len, prompts)) + settings.max_tokens + settings.num_nodes
+        step = build_step(
+            target,
+            num_pages=settings.batch * (-(-longest // PAGE) + 2),
+            page_size=PAGE,
+            backend=settings.backend,
+            rule=rule,
+            num_draft_layers=int(contender.make is not None),
+        )
+        drafter = contender.make(step) if contender.make else None
+        rules = _probed(contender, temperature)
+        self._loop = _Loop(target, step, drafter, contender, settings, rules)
+        self._prompts, self._temperature, self._settings = prompts, temperature, settings
+        self._ends = target.config.eos_token_ids
+        self.result = ComparedRun([Continuation() for _ in prompts], 0.0)
+
+    @torch.no_grad()
+    def run(self, part: range) -> None:
+        """Continue the prompts of `part` together."""
         for i in part:
             sampling = SamplingParams(
-                temperature,
-                seed=settings.seed + i,
-                max_tokens=settings.max_tokens,
-                stop_token_ids=target.config.eos_token_ids,
+                self._temperature,
+                seed=self._settings.seed + i,
+                max_tokens=self._settings.max_tokens,
+                stop_token_ids=self._ends,
             )
-            step.add(i, prompts[i], sampling)
+            self._loop.step.add(i, self._prompts[i], sampling)
         began = time.perf_counter()
-        aside = loop.run(found)
-        seconds += time.perf_counter() - began - aside
-    return ComparedRun(found, seconds)
+        aside = self._loop.run(self.result.continuations)
+        self.result.seconds += time.perf_counter() - began - aside
+
+
+def parts_of(num_prompts: int, batch: int) -> list[range]:
+    """Cut prompts into those that run together."""
+    return [range(i, min(i + batch, num_prompts)) for i in range(0, num_prompts, batch)]
+
+
+def run_contender(
+    target: DeepseekForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    contender: Contender,
+    rule: str,
+    temperature: float,
+    settings: RunSettings,
+) -> ComparedRun:
+    """Continue all prompts, `settings.batch` at a time; see `ContenderRun`."""
+    made = ContenderRun(target, prompts, contender, rule, temperature, settings)
+    for part in parts_of(len(prompts), settings.batch):
+        made.run(part)
+    return made.result
 
 
 def _probed(contender: Contender, temperature: float) -> tuple[str, ...]:

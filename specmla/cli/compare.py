@@ -84,7 +84,8 @@ def run_compare(options: CompareOptions) -> int:
     longest = max(map(len, prompts)) + settings.max_tokens + settings.num_nodes + 1
     contenders = contenders_of(options.drafts, target, settings, longest)
     cases = cases_of(contenders, rules, temperatures)
-    runs = options.repeats * (len(cases) + len(temperatures))
+    parts = -(-len(prompts) // settings.batch)
+    runs = options.repeats * parts * (len(cases) + len(temperatures))
     with _progress(runs) as on_run:
         found = compare(target, prompts, cases, settings, options.repeats, on_run)
     report = {"env": collect_env(), "options": _provenance(options, folder, prompts), **found}

@@ -128,10 +128,10 @@ def test_rows_and_gains(target):
     labels = [(c.contender.name, c.rule) for c in cases if c.temperature]
     assert labels[-2:] == [("model-tree", "multi_round"), ("model-tree", "sample_match")]
     assert [c.rule for c in cases if not c.temperature] == ["greedy"] * 3
-    settings = RunSettings(num_drafts=3, num_nodes=6, max_tokens=7, batch=3)
+    settings = RunSettings(num_drafts=3, num_nodes=6, max_tokens=7, batch=2)
     heard: list[str] = []
     found = compare(target, PROMPTS, cases, settings, 2, heard.append)
-    assert len(heard) == 2 * (len(cases) + 2)
+    assert len(heard) == 2 * 2 * (len(cases) + 2)
     assert len(found["rows"]) == len(cases)
     json.dumps(found, allow_nan=False)
     by = {(r["drafter"], r["rule"], r["temperature"]): r for r in found["rows"]}
