@@ -27,12 +27,12 @@ o_proj [D, H V]. Modules carry the Hugging Face names of a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from specmla.backends.base import AttentionBackend
+from specmla.cache.codes import row_reader
 from specmla.cache.latent import LatentCache
 from specmla.cache.projected import store_projected
 from specmla.config import MLAConfig
@@ -41,6 +41,7 @@ from specmla.metadata import PrefillPart, StepMetadata, VerifyPart
 from specmla.prefill import PromptAttention
 from specmla.quant_output import QuantOutput
 from specmla.rope import RopeAngles
+from specmla.up_projection import UpProjection
 
 # The norms of the two bottlenecks: fixed in the published models, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
@@ -48,9 +49,6 @@ LATENT_NORM_EPS = 1e-6
 
 class MLAAttention(nn.Module):
     """One MLA layer: projections, absorption and the two paths; the backend attends.
-
-    The absorbed weights are views of `kv_b_proj.weight`: they take no memory, keep its address and
-    are never older than it.
 
     Attributes:
         fused_store: store new rows by `store_projected`. Its kernel rounds once, so that rows may
@@ -73,11 +71,7 @@ class MLAAttention(nn.Module):
             self.q_b_proj = nn.Linear(config.q_lora_rank, query_width, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(hidden, config.cache_width, bias=bias)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, eps=LATENT_NORM_EPS)
-        self.kv_b_proj = nn.Linear(
-            config.kv_lora_rank,
-            config.num_heads * (config.qk_nope_head_dim + config.v_head_dim),
-            bias=False,
-        )
+        self.kv_b_proj = UpProjection(config)
         self.o_proj = nn.Linear(config.num_heads * config.v_head_dim, hidden, bias=bias)
 
     @torch.no_grad()
@@ -138,8 +132,8 @@ class MLAAttention(nn.Module):
                 nothing was stored.
         """
         width = self.config.num_heads * self.config.v_head_dim
-        rows = metadata.num_rows
-        reasons = [] if output is None else output.problems(rows, width, hidden.dtype)
+        rows, one = metadata.num_rows, self.config.v_head_dim
+        reasons = [] if output is None else output.problems(rows, width, hidden.dtype, one)
         if hidden.shape[:-1] != metadata.positions.shape:
             reasons.append(
                 f"hidden has shape {tuple(hidden.shape)}, accepted is [T={rows}, "
@@ -152,15 +146,16 @@ class MLAAttention(nn.Module):
         parts = []
         if verify is not None:
             first = (q_nope[:split], q_rope[:split]) if prefill is not None else (q_nope, q_rope)
-            parts.append(self.forward_mqa(*first, pages, verify, backend))
+            fused = output if output is not None and output.fused else None
+            parts.append(self.forward_mqa(*first, pages, verify, backend, fused))
         if prefill is not None:
             query = torch.cat((q_nope[split:], q_rope[split:]), dim=-1)
-            gather = partial(cache.gather, layer_id)
-            parts.append(self.forward_mha(query, gather, prefill, backend))
+            gather, scale = row_reader(cache, layer_id, codes=backend.query_form is not None)
+            parts.append(self.forward_mha(query, gather, prefill, backend, row_scale=scale))
         if not parts:
             parts.append(hidden.new_empty(0, width))
         lifted = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return output.write(lifted) if output is not None else lifted
+        return output.write(lifted, rows - len(lifted)) if output is not None else lifted
 
     def forward_mqa(
         self,
@@ -169,14 +164,22 @@ class MLAAttention(nn.Module):
         latent_cache: Tensor,
         part: VerifyPart,
         backend: AttentionBackend,
+        fused: QuantOutput | None = None,
     ) -> Tensor:
-        """Absorb `[T, H, P]`, attend with `[T, H, R]` over `[N, G, A]`, lift to `[T, H * V]`."""
-        w_uk, w_uv_t = self.absorbed_weights()
-        q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+        """Absorb `[T, H, P]`, attend with `[T, H, R]` over `[N, G, A]`, lift to `[T, H * V]`.
+
+        No rows are given back where a `fused` output takes them.
+        """
+        q_latent = self.kv_b_proj.absorb(q_nope)
+        if backend.query_form is not None:
+            q_latent, q_rope = backend.query_form.quantise(q_latent, q_rope)
         latent = backend.forward_mqa(
             q_latent, q_rope, latent_cache, part, softmax_scale=self.softmax_scale
         ).out
-        return torch.bmm(latent.transpose(0, 1), w_uv_t).transpose(0, 1).flatten(1)
+        if fused is None:
+            return self.kv_b_proj.lift(latent)
+        fused.lift(latent, self.absorbed_weights()[1])
+        return latent.new_empty(0, fused.width)
 
     def forward_mha(
         self,
@@ -184,9 +187,12 @@ class MLAAttention(nn.Module):
         gather: Callable[[Tensor, Tensor | None], Tensor],
         part: PrefillPart,
         backend: AttentionBackend,
+        *,
+        row_scale: float = 1.0,
     ) -> Tensor:
-        """Attend `[T, H, P + R]` over gathered rows, up-projected: `[T, H * V]`."""
-        attention = PromptAttention(backend, self.softmax_scale, gather, self._expand_rows)
+        """Attend `[T, H, P + R]` over rows times `row_scale`, up-projected, to `[T, H * V]`."""
+        expand = self.kv_b_proj.expand_rows
+        attention = PromptAttention(backend, self.softmax_scale, gather, expand, row_scale)
         return attention.attend(query, part).out.flatten(1)
 
     def forward_full(self, hidden: Tensor, angles: RopeAngles) -> Tensor:
@@ -195,7 +201,7 @@ class MLAAttention(nn.Module):
         `angles` are those of positions 0 .. S - 1.
         """
         q_nope, q_rope, kv_latent, k_rope = self._project(hidden, angles)
-        key, value = self._expand(kv_latent, k_rope)
+        key, value = self.kv_b_proj.expand(kv_latent, k_rope)
         query = torch.cat((q_nope, q_rope), dim=-1)
         out = nn.functional.scaled_dot_product_attention(
             query.transpose(1, 2),
@@ -209,11 +215,7 @@ class MLAAttention(nn.Module):
 
     def absorbed_weights(self) -> tuple[Tensor, Tensor]:
         """View `kv_b_proj` as W_UK `[H, P, C]` and W_UV transposed `[H, C, V]`, for bmm."""
-        dims = self.config
-        w_uk, w_uv = self.kv_b_proj.weight.unflatten(0, (dims.num_heads, -1)).split(
-            (dims.qk_nope_head_dim, dims.v_head_dim), dim=1
-        )
-        return w_uk, w_uv.transpose(1, 2)
+        return self.kv_b_proj.absorbed_weights()
 
     def _project(self, hidden: Tensor, angles: RopeAngles) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Give what `_query` and `_rows` give."""
@@ -245,22 +247,3 @@ class MLAAttention(nn.Module):
             return cache.store(layer_id, *self._rows(hidden, angles), slots)
         rows, weight = self.kv_a_proj_with_mqa(hidden), self.kv_a_layernorm.weight
         return store_projected(cache, layer_id, rows, weight, angles, slots, eps=LATENT_NORM_EPS)
-
-    def _expand(self, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Up-project [..., C] and [..., R] to keys [..., H, P + R] and values [..., H, V]."""
-        dims = self.config
-        k_nope, value = (
-            self.kv_b_proj(kv_latent)
-            .unflatten(-1, (dims.num_heads, -1))
-            .split((dims.qk_nope_head_dim, dims.v_head_dim), dim=-1)
-        )
-        shared = k_rope.unsqueeze(-2).expand(*k_nope.shape[:-1], dims.qk_rope_head_dim)
-        return torch.cat((k_nope, shared), dim=-1), value
-
-    def _expand_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Up-project cached rows [n, A], see `_expand`."""
-        return self._expand(*rows.split(self._row_widths, dim=-1))
-
-    @property
-    def _row_widths(self) -> tuple[int, int]:
-        return self.config.kv_lora_rank, self.config.qk_rope_head_dim

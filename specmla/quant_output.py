@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
 from specmla.errors import require
 from specmla.quant_key import QuantKey, infer_quant_key
 from specmla.quantise import quantise_groups, quantise_nvfp4, quantise_static
+
+KINDS = {
+    QuantKey.NONE: 0,
+    QuantKey.FP8_STATIC: 1,
+    QuantKey.FP8_GROUP_128: 2,
+    QuantKey.FP8_GROUP_64: 2,
+    QuantKey.NVFP4: 3,
+}
+"""What the kernel calls the formats."""
+
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of models whose up-projection the kernel computes."""
+
+FUSED_NAMES = [str(dtype) for dtype in FUSED_DTYPES]
 
 
 class QuantOutput:
@@ -21,6 +37,9 @@ class QuantOutput:
         scale: one float32, read: of all values, for e4m3 without `block_scale` and for uint8.
         block_scale: [T, W / group], written: float32 for e4m3 (groups of 128 or 64), e4m3 for uint8
             (groups of 16); row by row or column by column, with or without gaps.
+        fused: quantise absorbed rows in the epilogue of their up-projection (one Triton kernel, and
+            no rows in the model's dtype), not after it. Groups then lie within heads. Prompt rows
+            are quantised by themselves in any case.
 
     Attributes:
         key: the format, inferred from dtype and shapes.
@@ -31,7 +50,12 @@ class QuantOutput:
     """
 
     def __init__(
-        self, values: Tensor, scale: Tensor | None = None, block_scale: Tensor | None = None
+        self,
+        values: Tensor,
+        scale: Tensor | None = None,
+        block_scale: Tensor | None = None,
+        *,
+        fused: bool = False,
     ) -> None:
         key, found = infer_quant_key(values, scale, block_scale)
         found += _values_problems(values)
@@ -42,8 +66,11 @@ class QuantOutput:
         devices = {str(t.device) for t in (values, scale, block_scale) if t is not None}
         if len(devices) > 1:
             found.append(f"buffers are on {sorted(devices)}, accepted is one device")
+        if fused:
+            found += _fused_problems(values.device)
         require(found, "QuantOutput")
         assert key is not None
+        self.fused = fused
         self.key, self.values, self.scale, self.block_scale = key, values, scale, block_scale
 
     @property
@@ -51,9 +78,18 @@ class QuantOutput:
         """W, values of a row."""
         return self.values.shape[1] * self.key.values_per_element
 
-    def problems(self, num_rows: int, width: int, dtype: torch.dtype) -> list[str]:
-        """List why `num_rows` rows of `width` values of a model of `dtype` can't go here."""
-        found = []
+    def problems(
+        self, num_rows: int, width: int, dtype: torch.dtype, head_width: int | None = None
+    ) -> list[str]:
+        """List why `num_rows` rows of `width` values of a model of `dtype` can't go here.
+
+        `head_width` is V, of which a fused output needs whole groups.
+        """
+        found, group = [], self.key.group or 1
+        if self.fused and (head_width is None or head_width % group):
+            found.append(f"V is {head_width}, accepted by a fused output are multiples of {group}")
+        if self.fused and dtype not in FUSED_DTYPES:
+            found.append(f"dtype is {dtype}, accepted by a fused output are {FUSED_NAMES}")
         if self.width != width:
             found.append(f"output holds {self.width} values a row, accepted are H * V = {width}")
         if self.values.shape[0] < num_rows:
@@ -62,12 +98,27 @@ class QuantOutput:
             found.append(f"output is {self.values.dtype}, accepted is {dtype} or a quantised one")
         return found
 
-    def write(self, rows: Tensor) -> Tensor:
-        """Quantise `[T, W]` into the first T rows of the buffers, which are given; no others."""
-        count = rows.shape[0]
-        values, made = self.values[:count], None
+    def lift(self, latent: Tensor, w_uv: Tensor) -> None:
+        """Up-project latents `[T, H, C]` by `[H, C, V]` into the first T rows, in one kernel."""
+        from specmla.kernels.lift import lift_rows
+
+        values, made = (
+            t.view(torch.uint8) if t is not None and t.element_size() == 1 else t
+            for t in (self.values, self.block_scale)
+        )
+        assert values is not None
+        latent = latent if latent.stride(-1) == 1 else latent.contiguous()
+        lift_rows(latent, w_uv, KINDS[self.key], values, self.scale, made)
+
+    def write(self, rows: Tensor, first: int = 0) -> Tensor:
+        """Quantise `[T, W]` into rows `first` on of the buffers, and no others; gives all rows up
+        to the last written.
+        """
+        count = first + rows.shape[0]
+        values, made = self.values[first:count], None
         if self.key is QuantKey.NONE:
-            return values.copy_(rows)
+            values.copy_(rows)
+            return self.values[:count]
         if self.key is QuantKey.NVFP4:
             assert self.scale is not None
             codes, made = quantise_nvfp4(rows, self.scale)
@@ -78,8 +129,17 @@ class QuantOutput:
             codes = quantise_static(rows, self.scale)
         if made is not None:
             assert self.block_scale is not None
-            self.block_scale[:count].copy_(made)
-        return values.copy_(codes)
+            self.block_scale[first:count].copy_(made)
+        values.copy_(codes)
+        return self.values[:count]
+
+
+def _fused_problems(device: torch.device) -> list[str]:
+    if importlib.util.find_spec("triton") is None:
+        return ["fused is True, but triton is not installed; accepted is False"]
+    from specmla.kernels.store import runs_on
+
+    return [] if runs_on(device) else [f"fused is True on {device}, accepted are CUDA devices"]
 
 
 def _values_problems(values: Tensor) -> list[str]:

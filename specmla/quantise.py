@@ -30,7 +30,9 @@ def quantise_groups(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
     The scale is absmax / 448, of at least `LEAST_ABSMAX`.
     """
     grouped = _finite(rows).unflatten(-1, (-1, group))
-    scale = grouped.abs().amax(-1).clamp(min=LEAST_ABSMAX) / E4M3_MAX
+    # By a number torch multiplies by its reciprocal on a GPU, which may round twice.
+    largest = torch.full((), E4M3_MAX, device=rows.device)
+    scale = grouped.abs().amax(-1).clamp(min=LEAST_ABSMAX) / largest
     return _to_e4m3(grouped / scale.unsqueeze(-1)).flatten(-2), scale
 
 
@@ -54,8 +56,8 @@ def _finite(rows: Tensor) -> Tensor:
 
 
 def _to_e4m3(x: Tensor) -> Tensor:
-    # Some casts saturate, others (older torch) make NaN of what is too large.
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    # Some casts saturate, others (older torch) make NaN of what is too large; a NaN has one code.
+    return x.clamp(-E4M3_MAX, E4M3_MAX).masked_fill(x.isnan(), torch.nan).to(E4M3)
 
 
 def _to_e2m1(x: Tensor) -> Tensor:

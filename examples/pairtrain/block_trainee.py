@@ -118,7 +118,7 @@ class BlockTrainee:
             inner = layer.self_attn
             heads = project(inner, layer.input_layernorm(x), within)
             latent = module.context_latent(index, context, cast("RopeAngles", before))
-            key, value = inner._expand(*latent)
+            key, value = inner.kv_b_proj.expand(*latent)
             x = x + attend(
                 inner,
                 heads.query,

@@ -24,7 +24,7 @@ def project(attention: MLAAttention, normed: Tensor, angles: PairAngles | RopeAn
     """Project rows [B, T, D]; `angles` are those of their positions."""
     given = cast("RopeAngles", angles)
     q_nope, q_rope, latent, rope = attention._project(normed, given)
-    return Heads(torch.cat((q_nope, q_rope), dim=-1), *attention._expand(latent, rope))
+    return Heads(torch.cat((q_nope, q_rope), dim=-1), *attention.kv_b_proj.expand(latent, rope))
 
 
 def attend(

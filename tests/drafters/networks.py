@@ -114,7 +114,9 @@ def block_states(target, draft, tokens: list[int], first: int = 0) -> Tensor:
         inner = layer.self_attn
         q_nope, q_rope, latent, rope = inner._project(layer.input_layernorm(x), within)
         c_latent, c_rope = draft.context_latent(index, context, before)
-        key, value = inner._expand(torch.cat((c_latent, latent)), torch.cat((c_rope, rope)))
+        key, value = inner.kv_b_proj.expand(
+            torch.cat((c_latent, latent)), torch.cat((c_rope, rope))
+        )
         query = torch.cat((q_nope, q_rope), dim=-1)
         score = torch.einsum("qhd,khd->hqk", query, key) * inner.softmax_scale
         mixed = torch.einsum("hqk,khv->qhv", score.softmax(-1), value)

@@ -28,6 +28,7 @@ from specmla.kernels import (
     gather,
     gather_fp8,
     gather_nvfp4,
+    lift,
     move,
     quantise_query,
     store,
@@ -71,7 +72,7 @@ FP8_ROWS: list[dict[str, Any]] = [
 """Rows of each e4m3 format for DeepSeek."""
 CACHE_MODULES |= {"store_fp8": store_fp8, "gather_fp8": gather_fp8}
 CACHE_MODULES |= {"store_nvfp4": store_nvfp4, "gather_nvfp4": gather_nvfp4}
-CACHE_MODULES |= {"quantise_query": quantise_query}
+CACHE_MODULES |= {"quantise_query": quantise_query, "lift": lift}
 CACHE_MODULES |= {"store_projected": store_projected, "experts": experts}
 
 
