@@ -7,6 +7,8 @@ from drafters.draft_model import DraftModelDrafter
 from drafters.dspark import DSparkDrafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.eagle3_model import Eagle3Model, load_eagle3, save_eagle3
+from drafters.gqa_block import GQADFlashDrafter, GQADSparkDrafter
+from drafters.gqa_model import GQABlockModel
 from drafters.model_tree import DraftModelTreeDrafter
 from drafters.mtp import MTPDrafter
 from drafters.ngram import NgramDrafter
@@ -21,6 +23,9 @@ __all__ = [
     "DraftModelTreeDrafter",
     "Eagle3Drafter",
     "Eagle3Model",
+    "GQABlockModel",
+    "GQADFlashDrafter",
+    "GQADSparkDrafter",
     "MTPDrafter",
     "NgramDrafter",
     "SuffixDrafter",

@@ -88,7 +88,7 @@ class BlockDrafter:
         self.vocab_size = model.config.vocab_size
         self.hidden_layers = config.target_layer_ids
         self.cache = DraftCache(
-            config.attention,
+            config.mla,
             config.num_layers,
             num_pages=num_pages,
             page_size=page_size,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from drafters.gqa_config import GQAConfig, gqa_problems
 from specmla import ArgumentError, CheckpointError, DeepseekConfig, MLAConfig, read_part_config
 
 ARCHITECTURES = {"DFlashDraftModel": False, "DSparkDraftModel": True}
@@ -16,10 +17,10 @@ _SECTIONS = ("dflash_config", "dspark_config")
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """A block drafter of MLA layers.
+    """A block drafter of MLA or grouped-query layers.
 
     Attributes:
-        attention: dimensions of its layers; hidden_size is the target's.
+        attention: dimensions of its layers, which say their kind; hidden_size is the target's.
         num_layers: L of the drafter.
         intermediate_size: width of its MLPs.
         vocab_size: W, the target's.
@@ -33,7 +34,7 @@ class BlockConfig:
         architecture: `DFlashDraftModel` or `DSparkDraftModel`.
     """
 
-    attention: MLAConfig
+    attention: MLAConfig | GQAConfig
     num_layers: int
     intermediate_size: int
     vocab_size: int
@@ -76,13 +77,23 @@ class BlockConfig:
         """Most drafts of a block."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
+    @property
+    def mla(self) -> MLAConfig:
+        """Dimensions of MLA layers.
+
+        Raises:
+            ArgumentError: the layers are others.
+        """
+        if isinstance(self.attention, GQAConfig):
+            raise ArgumentError("attention is grouped-query, accepted here is MLA: GQABlockModel")
+        return self.attention
+
     @classmethod
     def from_hf(cls, source: Mapping[str, Any]) -> BlockConfig:
         """Read a config.json; fields stand at its top or in `dflash_config` / `dspark_config`.
 
         Raises:
-            ArgumentError: another architecture, attention other than MLA, or what is not served;
-                every reason is named.
+            ArgumentError: another architecture or what is not served; every reason is named.
         """
         fields = dict(source)
         for section in _SECTIONS:
@@ -92,8 +103,9 @@ class BlockConfig:
         found = _refusals(fields, names, known)
         if found:
             raise ArgumentError("BlockConfig.from_hf: " + "; ".join(found))
+        is_mla = _is_mla(fields)
         return cls(
-            attention=MLAConfig.from_hf(source),
+            attention=MLAConfig.from_hf(source) if is_mla else GQAConfig.from_hf(source),
             num_layers=fields["num_hidden_layers"],
             intermediate_size=fields["intermediate_size"],
             vocab_size=fields["vocab_size"],
@@ -108,40 +120,23 @@ class BlockConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Give the config.json that `from_hf` reads back."""
-        at = self.attention
         section = {
             "block_size": self.block_size,
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": list(self.target_layer_ids),
             "sample_from_anchor": self.sample_from_anchor,
-            "attention_mode": "mla",
         }
+        if not isinstance(self.attention, GQAConfig):
+            section["attention_mode"] = "mla"
         if self.markov_rank:
             section |= {"markov_rank": self.markov_rank, "markov_head_type": "vanilla"}
         if self.confidence_head:
             section |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
-        scaling = None
-        if at.rope_scaling is not None:
-            kept = {k: v for k, v in asdict(at.rope_scaling).items() if v is not None}
-            scaling = {"rope_type": "yarn", **kept}
-        return {
+        return _dims_to_hf(self.attention) | {
             "architectures": [self.architecture],
-            "model_type": "deepseek_v3",
             "vocab_size": self.vocab_size,
-            "hidden_size": at.hidden_size,
             "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_layers,
-            "num_attention_heads": at.num_heads,
-            "q_lora_rank": at.q_lora_rank,
-            "kv_lora_rank": at.kv_lora_rank,
-            "qk_nope_head_dim": at.qk_nope_head_dim,
-            "qk_rope_head_dim": at.qk_rope_head_dim,
-            "v_head_dim": at.v_head_dim,
-            "attention_bias": at.attention_bias,
-            "rope_theta": at.rope_theta,
-            "rope_scaling": scaling,
-            "rope_interleave": at.rope_interleave,
-            "rms_norm_eps": at.rms_norm_eps,
             "dflash_config": section,
         }
 
@@ -191,11 +186,14 @@ def _refusals(fields: Mapping[str, Any], names: object, known: list[str]) -> lis
         "block_size",
         "mask_token_id",
         "target_layer_ids",
-        "kv_lora_rank",
     ]
     found += [f"{name} is missing" for name in required if fields.get(name) is None]
+    mla = _is_mla(fields)
+    if mla and fields.get("kv_lora_rank") is None:
+        found.append("kv_lora_rank is missing")
+    found += [] if mla else gqa_problems(fields)
     only = {
-        "attention_mode": "mla",
+        "attention_mode": "mla" if mla else "gqa",
         "markov_head_type": "vanilla",
         "confidence_head_with_markov": True,
         "hidden_act": "silu",
@@ -203,6 +201,8 @@ def _refusals(fields: Mapping[str, Any], names: object, known: list[str]) -> lis
     }
     for name, accepted in only.items():
         got = fields.get(name, accepted)
+        if name == "sliding_window" and fields.get("use_sliding_window") is False:
+            continue
         if got != accepted and got is not None:
             found.append(f"{name} is {got!r}, accepted is {accepted!r}")
     return found
@@ -210,3 +210,33 @@ def _refusals(fields: Mapping[str, Any], names: object, known: list[str]) -> lis
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_mla(fields: Mapping[str, Any]) -> bool:
+    """Tell the layers' kind; MLA configs may count key heads as well."""
+    mode, heads = fields.get("attention_mode"), fields.get("num_key_value_heads")
+    return mode == "mla" or fields.get("kv_lora_rank") is not None or heads is None
+
+
+def _dims_to_hf(at: MLAConfig | GQAConfig) -> dict[str, Any]:
+    if isinstance(at, GQAConfig):
+        return at.to_hf()
+    scaling = None
+    if at.rope_scaling is not None:
+        kept = {k: v for k, v in asdict(at.rope_scaling).items() if v is not None}
+        scaling = {"rope_type": "yarn", **kept}
+    return {
+        "model_type": "deepseek_v3",
+        "hidden_size": at.hidden_size,
+        "num_attention_heads": at.num_heads,
+        "q_lora_rank": at.q_lora_rank,
+        "kv_lora_rank": at.kv_lora_rank,
+        "qk_nope_head_dim": at.qk_nope_head_dim,
+        "qk_rope_head_dim": at.qk_rope_head_dim,
+        "v_head_dim": at.v_head_dim,
+        "attention_bias": at.attention_bias,
+        "rope_theta": at.rope_theta,
+        "rope_scaling": scaling,
+        "rope_interleave": at.rope_interleave,
+        "rms_norm_eps": at.rms_norm_eps,
+    }

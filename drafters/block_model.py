@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.block_config import BlockConfig, check_target, read_block_config
+from drafters.gqa_config import GQAConfig
 from specmla import (
     AttentionBackend,
     DeepseekConfig,
@@ -61,18 +62,22 @@ class BlockDraftModel(nn.Module):
         hidden, eps = config.attention.hidden_size, config.attention.rms_norm_eps
         self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
-        decoder = DeepseekConfig(
-            config.attention, config.num_layers, config.vocab_size, config.intermediate_size, 1
-        )
-        self.layers = nn.ModuleList(
-            DeepseekDecoderLayer(decoder, i) for i in range(config.num_layers)
-        )
+        self.layers = self._make_layers(config)
         self.norm = nn.RMSNorm(hidden, eps=eps)
         if config.markov_rank:
             self.markov_head = MarkovHead(config.vocab_size, config.markov_rank)
         if config.confidence_head:
             self.confidence_head = ConfidenceHead(hidden + config.markov_rank)
-        self.rotary = RotaryEmbedding(config.attention)
+        self.rotary = self._make_rotary(config)
+
+    def _make_layers(self, config: BlockConfig) -> nn.ModuleList:
+        decoder = DeepseekConfig(
+            config.mla, config.num_layers, config.vocab_size, config.intermediate_size, 1
+        )
+        return nn.ModuleList(DeepseekDecoderLayer(decoder, i) for i in range(config.num_layers))
+
+    def _make_rotary(self, config: BlockConfig) -> RotaryEmbedding:
+        return RotaryEmbedding(config.mla)
 
     def context(self, states: Tensor) -> Tensor:
         """Map target states `[..., m * D]` to context rows `[..., D]`."""
@@ -83,7 +88,7 @@ class BlockDraftModel(nn.Module):
         self, layer_id: int, context: Tensor, angles: RopeAngles
     ) -> tuple[Tensor, Tensor]:
         """Give kv_latent `[..., C]` and k_rope `[..., R]` of context rows in one layer."""
-        layer, dims = self.layers[layer_id], self.config.attention
+        layer, dims = self.layers[layer_id], self.config.mla
         assert isinstance(layer, DeepseekDecoderLayer)
         attention = layer.self_attn
         widths = (dims.kv_lora_rank, dims.qk_rope_head_dim)
@@ -131,7 +136,8 @@ class BlockDraftModel(nn.Module):
 def load_block_model(
     directory: str | Path, target: DeepseekForCausalLM, dtype: torch.dtype | None = None
 ) -> BlockDraftModel:
-    """Load a DFlash or DSpark checkpoint of MLA layers on the target's device.
+    """Load a DFlash or DSpark checkpoint on the target's device; a `GQABlockModel` where its
+    layers are grouped-query ones.
 
     Raises:
         CheckpointError: damaged files, other tensors, or a config that can't be served with this
@@ -141,12 +147,20 @@ def load_block_model(
     check_target(config, target.config, str(directory))
     weight = target.model.embed_tokens.weight
     return load_part(
-        lambda: BlockDraftModel(config),
+        lambda: make_block_model(config),
         directory,
         shared=("embed_tokens.weight", "lm_head.weight"),
         device=weight.device,
         dtype=dtype or weight.dtype,
     )
+
+
+def make_block_model(config: BlockConfig) -> BlockDraftModel:
+    """Build the network that a config describes, with layers of its kind."""
+    from drafters.gqa_model import GQABlockModel  # which is made of this module's parts
+
+    is_gqa = isinstance(config.attention, GQAConfig)
+    return GQABlockModel(config) if is_gqa else BlockDraftModel(config)
 
 
 def save_block_model(model: BlockDraftModel, directory: str | Path) -> None:

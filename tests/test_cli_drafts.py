@@ -76,7 +76,6 @@ def test_what_drafts_chains_gives_no_trees(kind, tmp_path):
     ("config", "reason"),
     [
         ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'"),
-        ({"architectures": ["DFlashDraftModel"], "num_key_value_heads": 8}, "grouped queries"),
         ({"architectures": ["LlamaForCausalLMEagle3"], "num_key_value_heads": 2}, "is 2 without"),
     ],
 )

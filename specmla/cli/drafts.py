@@ -13,6 +13,9 @@ from drafters import (
     DraftModelTreeDrafter,
     DSparkDrafter,
     Eagle3Drafter,
+    GQABlockModel,
+    GQADFlashDrafter,
+    GQADSparkDrafter,
     MTPDrafter,
     load_block_model,
     load_eagle3,
@@ -29,6 +32,7 @@ from specmla.verify.step import VerifyStep
 
 PAGE = 64
 BLOCKS = {"DFlashDraftModel": DFlashDrafter, "DSparkDraftModel": DSparkDrafter}
+GQA_BLOCKS = {DFlashDrafter: GQADFlashDrafter, DSparkDrafter: GQADSparkDrafter}
 
 
 def drafter_from(
@@ -64,6 +68,8 @@ def drafter_from(
         if tree and block is not DFlashDrafter:
             raise ArgumentError(f"tree is set and {str(folder)!r} is {names}, which drafts chains")
         draft = load_block_model(folder, target)
+        if isinstance(draft, GQABlockModel):  # which no attention backend serves
+            block, backend = GQA_BLOCKS[block], None
         pages = num_requests * (-(-(longest + draft.config.block_size) // PAGE) + 1)
 
         def make(step: VerifyStep) -> Drafter:
@@ -102,13 +108,17 @@ def _refuse_foreign(found: Mapping[str, Any], folder: Path) -> None:
     """Name the formats that are known and not served, rather than what they lack of ours.
 
     Raises:
-        CheckpointError: a checkpoint of speculators, or a drafter with other attention than MLA.
+        CheckpointError: a checkpoint of speculators, or grouped queries elsewhere than in blocks.
     """
     reasons = []
     if kind := found.get("speculators_model_type"):
         reasons.append(f"speculators_model_type is {kind!r}: its checkpoints are not read")
     heads = found.get("num_key_value_heads")
-    if found.get("kv_lora_rank") is None and heads is not None:
-        reasons.append(f"num_key_value_heads is {heads} without kv_lora_rank: grouped queries")
+    is_block = any(name in BLOCKS for name in found.get("architectures") or ())
+    if found.get("kv_lora_rank") is None and heads is not None and not is_block:
+        reasons.append(
+            f"num_key_value_heads is {heads} without kv_lora_rank: grouped queries are served of "
+            f"{list(BLOCKS)}"
+        )
     if reasons:
-        raise CheckpointError(f"{folder}: drafters served have MLA layers; " + "; ".join(reasons))
+        raise CheckpointError(f"{folder}: " + "; ".join(reasons))
