@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmla import NumericsError, SamplingParams
+from specmla import ArgumentError, DraftProposal, NumericsError, SamplingParams
 from tests.verify.scripted import W, make_step, model, run
 
 
@@ -94,6 +94,24 @@ def test_constraint_hears_of_emitted_tokens_only(rule: str, temperature: float) 
         assert brackets.asked[-1] == [d for d in drafts if d < W]
     assert accepted > 3
     assert set(emitted) == {1, 2}
+
+
+class FalsyBrackets(Brackets):
+    def __len__(self) -> int:
+        return 0
+
+
+def test_constraint_that_is_falsy_holds_all_the_same() -> None:
+    step, brackets = make_step(), FalsyBrackets()
+    step.add("a", [1, 2, 3], SamplingParams(), brackets)
+    emitted = [*run(step)["a"].new_tokens]
+    for turn in range(6):
+        emitted += run(step, {"a": [1, 1, 2] if turn % 2 else [2, 1, 2]})["a"].new_tokens
+    assert [len(drafts) for drafts in brackets.asked] == [0] + [3] * 6
+    assert set(emitted) == {1, 2}
+    forked = DraftProposal(("a",), (2,), torch.tensor([[1, 2]]), parents=((-1, -1),))
+    with pytest.raises(ArgumentError, match=r"\['a'\] have a constraint and a tree of drafts"):
+        step.plan(forked)
 
 
 def test_constraint_that_allows_nothing_loses_nothing() -> None:

@@ -39,11 +39,14 @@ def with_processors(
     states = [r.state for r in planned]
     if not any_processor(states):
         return sampling
-    grown = [r for r in planned if r.state.constraint and r.tree and not r.tree.is_chain]
+    bound = [r.state.constraint is not None for r in planned]
+    grown = [r for r, b in zip(planned, bound, strict=True) if b and r.tree and not r.tree.is_chain]
     names = [r.request_id for r in grown]
     found = f"requests {names} have a constraint and a tree of drafts, accepted are chains"
     require([found] if grown else [], "VerifyStep.plan")
-    drafts = [_drafts(r, proposal, vocab_size) if r.state.constraint else [] for r in planned]
+    drafts = [
+        _drafts(r, proposal, vocab_size) if b else [] for r, b in zip(planned, bound, strict=True)
+    ]
     num_rows = 1 + max(r.num_drafts for r in planned)
     tables = build_tables(states, drafts, num_rows, vocab_size, sampling.seeds.device)
     return dataclasses.replace(sampling, has_processors=True, processors=tables)
