@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.gqa_config import GQAConfig, gqa_problems
+from drafters.speculators_config import block_fields, is_speculators
 from specmla import ArgumentError, CheckpointError, DeepseekConfig, MLAConfig, read_part_config
 
 ARCHITECTURES = {"DFlashDraftModel": False, "DSparkDraftModel": True}
@@ -92,9 +93,12 @@ class BlockConfig:
     def from_hf(cls, source: Mapping[str, Any]) -> BlockConfig:
         """Read a config.json; fields stand at its top or in `dflash_config` / `dspark_config`.
 
+        Those of `speculators` are read as well (`speculators_config`).
+
         Raises:
             ArgumentError: another architecture or what is not served; every reason is named.
         """
+        source = block_fields(source) if is_speculators(source) else source
         fields = dict(source)
         for section in _SECTIONS:
             fields |= source.get(section) or {}

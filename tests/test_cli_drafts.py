@@ -75,7 +75,7 @@ def test_what_drafts_chains_gives_no_trees(kind, tmp_path):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'"),
         ({"architectures": ["LlamaForCausalLMEagle3"], "num_key_value_heads": 2}, "is 2 without"),
     ],
 )

@@ -20,7 +20,9 @@ from drafters import (
     load_block_model,
     load_eagle3,
 )
+from drafters.block_config import read_block_config
 from drafters.eagle3_config import ARCHITECTURE as EAGLE3
+from drafters.speculators_config import is_speculators
 from specmla.cli.run import MakeDrafter
 from specmla.errors import ArgumentError, CheckpointError
 from specmla.models.deepseek import DeepseekForCausalLM
@@ -61,8 +63,11 @@ def drafter_from(
         ArgumentError: a draft model of another vocabulary, trees of what drafts chains only.
     """
     found = read_part_config(folder)
-    _refuse_foreign(found, folder)
-    names = found.get("architectures") or []
+    if is_speculators(found):
+        names = [read_block_config(folder).architecture]
+    else:
+        _refuse_foreign(found, folder)
+        names = found.get("architectures") or []
     block = next((BLOCKS[name] for name in names if name in BLOCKS), None)
     if block is not None:
         if tree and block is not DFlashDrafter:
@@ -105,20 +110,15 @@ def drafter_from(
 
 
 def _refuse_foreign(found: Mapping[str, Any], folder: Path) -> None:
-    """Name the formats that are known and not served, rather than what they lack of ours.
+    """Name what is known and not served, rather than what it lacks of ours.
 
     Raises:
-        CheckpointError: a checkpoint of speculators, or grouped queries elsewhere than in blocks.
+        CheckpointError: grouped queries elsewhere than in blocks.
     """
-    reasons = []
-    if kind := found.get("speculators_model_type"):
-        reasons.append(f"speculators_model_type is {kind!r}: its checkpoints are not read")
     heads = found.get("num_key_value_heads")
     is_block = any(name in BLOCKS for name in found.get("architectures") or ())
     if found.get("kv_lora_rank") is None and heads is not None and not is_block:
-        reasons.append(
-            f"num_key_value_heads is {heads} without kv_lora_rank: grouped queries are served of "
-            f"{list(BLOCKS)}"
+        raise CheckpointError(
+            f"{folder}: num_key_value_heads is {heads} without kv_lora_rank: grouped queries are "
+            f"served of {list(BLOCKS)}"
         )
-    if reasons:
-        raise CheckpointError(f"{folder}: " + "; ".join(reasons))

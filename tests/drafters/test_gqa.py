@@ -277,3 +277,56 @@ def test_networks_of_the_other_kind_are_refused(target):
         DFlashDrafter(target, tiny_gqa(target, "dflash"), num_pages=9)
     with pytest.raises(ArgumentError, match="attention is grouped-query"):
         BlockDraftModel(tiny_gqa(target, "dflash").config)
+
+
+def as_speculators(folder, **changes) -> None:
+    """Write the config of a saved network as `speculators` would."""
+    path = folder / "config.json"
+    flat = json.loads(path.read_text())
+    own = flat.pop("dflash_config")
+    kind = {"DFlashDraftModel": "dflash", "DSparkDraftModel": "dspark"}[
+        flat.pop("architectures")[0]
+    ]
+    layers = [i + 1 for i in own.pop("target_layer_ids")]
+    source = {
+        "architectures": ["DraftModel"],
+        "model_type": "speculators",
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": None}},
+        "transformer_layer_config": flat,
+        "aux_hidden_state_layer_ids": layers,
+        "draft_vocab_size": VOCAB,
+        **own,
+    }
+    path.write_text(json.dumps(source | changes))
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_configs_of_speculators(target, tmp_path, kind):
+    model = tiny_gqa(target, kind)
+    save_block_model(model, tmp_path)
+    as_speculators(tmp_path)
+    again = load_block_model(tmp_path, target)
+    assert again.config == model.config
+    made = drafter_from(tmp_path, target, num_requests=2, longest=40)
+    assert type(made(make_step(target, 4, num_pages=40))) is MADE[kind]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle'"),
+        ({"draft_vocab_size": 30}, "draft_vocab_size is 30, accepted is vocab_size, 61"),
+        ({"logit_scale": -2.0}, "logit_scale is -2.0"),
+        ({"sliding_window_non_causal": True}, "sliding_window_non_causal is True"),
+        ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is missing"),
+    ],
+)
+def test_what_of_speculators_is_not_served_is_refused_by_name(target, tmp_path, changes, reason):
+    save_block_model(tiny_gqa(target, "dspark"), tmp_path)
+    as_speculators(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=reason):
+        load_block_model(tmp_path, target)
+    with pytest.raises(CheckpointError, match=reason):
+        drafter_from(tmp_path, target, num_requests=2, longest=40)
