@@ -11,6 +11,7 @@ sampled: the draft distribution is one-hot on each token.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,18 +73,16 @@ class SuffixDrafter:
         min_token_prob: float = 0.1,
         max_cached_tokens: int = 200_000,
     ) -> None:
-        found = []
-        if longest_match < 1:
-            found.append(f"longest_match is {longest_match}, accepted are values >= 1")
-        if not max_spec_factor >= 0 or not max_spec_factor + max_spec_offset >= 0:
+        found = _count_problems(1, vocab_size=vocab_size, longest_match=longest_match)
+        found += _count_problems(0, max_cached_tokens=max_cached_tokens)
+        numbers = all(math.isfinite(n) for n in (max_spec_factor, max_spec_offset))
+        if not numbers or not max_spec_factor >= 0 or not max_spec_factor + max_spec_offset >= 0:
             found.append(
                 f"max_spec_factor is {max_spec_factor} and max_spec_offset {max_spec_offset}; "
-                "accepted is a factor >= 0, and 0 or more tokens for a match of 1"
+                "accepted is a finite factor >= 0, and 0 or more tokens for a match of 1"
             )
         if not 0 < min_token_prob <= 1:
             found.append(f"min_token_prob is {min_token_prob}, accepted is above 0 and at most 1")
-        if max_cached_tokens < 0:
-            found.append(f"max_cached_tokens is {max_cached_tokens}, accepted are values >= 0")
         if found:
             raise ArgumentError("SuffixDrafter: " + "; ".join(found))
         self.vocab_size, self.tree, self.longest_match = vocab_size, tree, longest_match
@@ -166,3 +165,11 @@ class SuffixDrafter:
                 if -part >= self.min_token_prob:
                     heapq.heappush(heap, (part, order, len(tokens) - 1, depth + 1, child, after))
         return _Candidates(tokens, parents, score)
+
+
+def _count_problems(least: int, **values: object) -> list[str]:
+    return [
+        f"{name} is {value!r}, accepted are integers >= {least}"
+        for name, value in values.items()
+        if not isinstance(value, int) or isinstance(value, bool) or value < least
+    ]

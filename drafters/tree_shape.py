@@ -103,14 +103,16 @@ def check_rates(rates: tuple[float, ...], depth: int) -> None:
     """Refuse what no tree can be planned from.
 
     Raises:
-        ArgumentError: rates that rise or lie outside (0, 1], a depth below 1 or so large that nodes
-            can't be numbered; all reasons are listed.
+        ArgumentError: rates that rise or lie outside (0, 1], a depth that is no integer, below 1
+            or so large that nodes can't be numbered; all reasons are listed.
     """
     found = []
     if not rates or not all(0 < r <= 1 for r in rates) or sorted(rates)[::-1] != list(rates):
         found.append(f"rates are {rates}, accepted are falling ones above 0, at most 1")
     most = deepest(max(1, len(rates)))
-    if not 1 <= depth <= most:
-        found.append(f"depth is {depth}, accepted are 1 to {most} with {len(rates)} rates")
+    if not isinstance(depth, int) or isinstance(depth, bool) or not 1 <= depth <= most:
+        found.append(
+            f"depth is {depth!r}, accepted are integers 1 to {most} with {len(rates)} rates"
+        )
     if found:
         raise ArgumentError("tree: " + "; ".join(found))

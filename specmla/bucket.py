@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specmla.config import integer_problems
 from specmla.errors import require
 
 
@@ -19,7 +20,7 @@ class Bucket:
         ragged: requests may bring fewer rows; otherwise Q exactly.
 
     Raises:
-        ArgumentError: a size below 1.
+        ArgumentError: a size that is no integer or below 1.
     """
 
     num_requests: int
@@ -28,11 +29,7 @@ class Bucket:
 
     def __post_init__(self) -> None:
         """Check the sizes."""
-        sizes = {"num_requests": self.num_requests, "query_len": self.query_len}
-        require(
-            [f"{name} is {n}, accepted are values >= 1" for name, n in sizes.items() if n < 1],
-            "Bucket",
-        )
+        require(integer_problems(self, 1, "num_requests", "query_len"), "Bucket")
 
     @property
     def num_rows(self) -> int:

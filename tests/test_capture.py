@@ -181,6 +181,8 @@ def test_a_uniform_backend_takes_no_ragged_bucket():
 def test_sizes_below_one_are_refused_together():
     with pytest.raises(ArgumentError, match=r"num_requests is 0.*query_len is -1"):
         Bucket(0, -1)
+    with pytest.raises(ArgumentError, match=r"num_requests is 1\.5.*query_len is True"):
+        Bucket(1.5, True)
 
 
 @pytest.mark.parametrize("name", ["reference", "triton", "rows"])

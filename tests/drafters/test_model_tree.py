@@ -233,8 +233,10 @@ def answer(rng: random.Random, proposal, i: int, texts: dict):
 def test_what_can_not_be_is_refused(other) -> None:
     with pytest.raises(ArgumentError, match=r"rates are \(0.1, 0.5\).*depth is 0"):
         make(other, depth=0, rates=(0.1, 0.5))
-    with pytest.raises(ArgumentError, match=r"depth is 13, accepted are 1 to 12"):
+    with pytest.raises(ArgumentError, match=r"depth is 13, accepted are integers 1 to 12"):
         make(other, depth=13)
+    with pytest.raises(ArgumentError, match=r"depth is 1\.5, accepted are integers 1 to 12"):
+        make(other, depth=1.5)
     pytest.importorskip("triton")
     wide = copy.copy(tiny(1, 32, 5))
     wide.config = dataclasses.replace(

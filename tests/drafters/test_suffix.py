@@ -138,3 +138,19 @@ def test_what_can_not_be_is_refused() -> None:
         SuffixDrafter(16, longest_match=0, max_spec_factor=-1, min_token_prob=0)
     with pytest.raises(ArgumentError, match="max_cached_tokens"):
         SuffixDrafter(16, max_cached_tokens=-1)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "reasons"),
+    [
+        (-5, {}, ("vocab_size is -5, accepted are integers >= 1",)),
+        (2.5, {"longest_match": 1.5}, ("vocab_size is 2.5", "longest_match is 1.5")),
+        (16, {"max_spec_offset": float("inf")}, ("max_spec_offset inf",)),
+        (16, {"max_spec_factor": float("nan")}, ("max_spec_factor is nan",)),
+        (16, {"max_cached_tokens": 0.5, "longest_match": True}, ("is 0.5", "is True")),
+    ],
+)
+def test_wrong_kinds_are_refused_when_it_is_made(size, options, reasons) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        SuffixDrafter(size, **options)
+    assert all(reason in str(caught.value) for reason in reasons)
