@@ -52,8 +52,9 @@ class Acceptance(NamedTuple):
 def decide(terms: RuleTerms, drafts: Tensor, accept_u: Tensor, correction_u: Tensor) -> Acceptance:
     """Draw the outcome of a step.
 
-    Draft j passes if u < accept: a chance of 0 never passes, a chance of 1 always does. How many
-    drafts stand then is the terms' `ending`.
+    Draft j passes if u < accept: a chance of 0 never passes, a chance of 1 always does. An id that
+    is negative or W or more, and what follows it, never stands. How many drafts stand then is the
+    terms' `ending`.
 
     Args:
         terms: from a rule.
@@ -68,10 +69,14 @@ def decide(terms: RuleTerms, drafts: Tensor, accept_u: Tensor, correction_u: Ten
     _check_numbers(terms, drafts, accept_u, correction_u)
     if terms.ending is Ending.MATCH:
         return _match(terms.correction, drafts, correction_u)
-    passes = accept_u < terms.accept
-    last = terms.ending is Ending.LAST_PASS
-    num_accepted = _last_pass(passes) if last else _run_length(passes)
     b, rows, width = terms.correction.shape
+    # Whatever a rule says of them: no draft was made, or none that the target knows.
+    usable = (drafts >= 0) & (drafts < width)
+    passes = usable & (accept_u < terms.accept)
+    if terms.ending is Ending.LAST_PASS:
+        num_accepted = _last_pass(passes & usable.long().cumprod(1).bool())
+    else:
+        num_accepted = _run_length(passes)
     first = torch.arange(b, device=drafts.device) * rows
     weights = terms.correction.reshape(b * rows, width).index_select(0, first + num_accepted)
     drawn = draw(weights, correction_u)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from specmla.cache.layout import DTYPES
+from specmla.errors import require
 from specmla.verify.accept import Acceptance, decide, find_rule, greedy, step_numbers
 from specmla.verify.fused import DTYPES as FUSED_DTYPES
 from specmla.verify.fused import decide_fused, fused_logprobs
 from specmla.verify.logprobs import emitted_logprobs, raw_logprobs, split_logprobs
 from specmla.verify.plan import StepPlan, rows_of_requests
 from specmla.verify.processors.attach import process_step
-from specmla.verify.rules.terms import Rule, num_drafts
+from specmla.verify.rules.terms import Rule, num_drafts, term_problems
 from specmla.verify.sampling import SamplingParams, processed_probs, row_top
 from specmla.verify.tree_judge import TreeStep, decide_trees
 from specmla.verify.tree_rules import TreePath, follow, num_judged
@@ -166,6 +167,7 @@ def _decide(plan: StepPlan, logits: Tensor, rule: Rule) -> _Decided:
         step = TreeStep(plan.tree, probs, plan.drafts, plan.draft_probs)
         return _Decided(*decide_trees(rule, step, seeds, plan.positions), flagged, probs)
     terms = rule(probs, plan.drafts, plan.draft_probs)
+    require(term_problems(rule, terms, probs, plan.drafts), "VerifyStep.verify")
     u = step_numbers(terms.ending, seeds, plan.positions, k)
     return _Decided(decide(terms, plan.drafts, u.accept, u.correction), None, flagged, probs)
 

@@ -13,6 +13,7 @@ from specmla import (
     LatentCache,
     MetadataBuilder,
     RequestResult,
+    Rule,
     VerifyStep,
     get_backend,
 )
@@ -20,7 +21,7 @@ from specmla import (
 W = 16
 
 
-def make_step(rule: str = "token_level") -> VerifyStep:
+def make_step(rule: str | Rule = "token_level") -> VerifyStep:
     builder = MetadataBuilder(
         backend=get_backend("reference"),
         page_size=4,

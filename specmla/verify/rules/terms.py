@@ -99,6 +99,28 @@ def check_terms(p: Tensor, drafts: Tensor, q: DraftProbs) -> None:
     require(found, "rule")
 
 
+def term_problems(rule: Rule, terms: object, p: Tensor, drafts: Tensor) -> list[str]:
+    """List why `terms` can't be what `rule` gives for p and drafts; no value is looked at."""
+    name = getattr(rule, "__name__", None) or repr(rule)
+    if not isinstance(terms, RuleTerms):
+        return [f"rule {name} gives {type(terms).__name__}, accepted are RuleTerms"]
+    found = []
+    for label, given, shape in (
+        ("accept", terms.accept, drafts.shape),
+        ("correction", terms.correction, p.shape),
+    ):
+        if not isinstance(given, Tensor):
+            found.append(f"rule {name} gives {label}={given!r}, accepted is a tensor")
+        elif given.shape != shape or not given.is_floating_point() or given.device != p.device:
+            found.append(
+                f"rule {name} gives {label} {given.dtype} {tuple(given.shape)} on {given.device}, "
+                f"accepted is floating {tuple(shape)} on {p.device}"
+            )
+    if not isinstance(terms.ending, Ending):
+        found.append(f"rule {name} gives ending={terms.ending!r}, accepted are {[*Ending]}")
+    return found
+
+
 def _shape(drafts: Tensor) -> str:
     return f"({drafts.shape[0]}, {drafts.shape[1]}, C)"
 
