@@ -112,7 +112,6 @@ class CapturedStep:
             ArgumentError: as there, and a step that was not captured; nothing was reserved.
             PoolFullError: too few pages; nothing was reserved.
         """
-        self._open = None
         return self.step.plan(proposal, request_ids, layout=self)
 
     @torch.no_grad()
@@ -122,8 +121,10 @@ class CapturedStep:
         The verdict's `acceptance` is overwritten by the next replay; its way to the host is not.
 
         Raises:
-            ArgumentError: another plan, and `eager` is false.
+            ArgumentError: a plan that is not open (committed, cancelled, of another step), or not
+                of this object, and `eager` is false; nothing ran.
         """
+        self.step.check_open(plan)
         if self._open is not None and self._open[0] is plan:
             recorded = self._open[1]()
             self.states = recorded.states

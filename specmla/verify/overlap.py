@@ -163,7 +163,7 @@ class OverlappedStep:
         """
         if self._flights.open is None or plan is not self._flights.open.plan:
             raise ArgumentError("plan is not the step planned last; each is verified once")
-        verdict = self.step.verify(plan, logits)
+        verdict = self.step._judge(plan, logits)
         self._flights.take_off(verdict)
         return verdict
 

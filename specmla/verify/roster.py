@@ -119,10 +119,21 @@ class RequestRoster:
 
     def cancel(self, plan: StepPlan) -> None:
         """Give back what a planned step reserved; lengths stay as they were."""
-        if plan is not self._open:
-            raise ArgumentError("plan is not the step planned last; there is nothing to cancel")
+        self.check_open(plan)
         self._open = None
         self._release(plan.requests)
+
+    def check_open(self, plan: StepPlan) -> None:
+        """Refuse all but the planned step: the pages of any other may be another request's by now.
+
+        Raises:
+            ArgumentError: a plan that was committed or cancelled, or is of another step.
+        """
+        if plan is None or plan is not self._open:
+            why = "no step is open" if self._open is None else "another one is open"
+            raise ArgumentError(
+                f"plan is not the step planned last, or was committed or cancelled: {why}"
+            )
 
     def _refuse_planned(self, request_id: Hashable) -> None:
         if self._open is not None and request_id in {r.request_id for r in self._open.requests}:

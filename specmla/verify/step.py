@@ -168,8 +168,12 @@ class VerifyStep(RequestRoster):
             logits: [R, W] of `plan.logit_rows`, float16 to float64 (to float32 for "triton").
 
         Raises:
-            ArgumentError: logits of another shape, dtype or device.
+            ArgumentError: not the step planned last, or logits of another shape, dtype or device.
         """
+        self.check_open(plan)
+        return self._judge(plan, logits)
+
+    def _judge(self, plan: StepPlan, logits: Tensor) -> Verdict:
         found = logits_problems(plan, logits, self.vocab_size, self.acceptance)
         require(found, "VerifyStep.verify")
         return judge(plan, logits, self._rule, self.acceptance)
@@ -183,8 +187,7 @@ class VerifyStep(RequestRoster):
             ArgumentError: not the step planned last, or the verdict of another one.
             NumericsError: a flagged row; the step is cancelled and no length has changed.
         """
-        if plan is not self._open:
-            raise ArgumentError("plan is not the step planned last; each plan is committed once")
+        self.check_open(plan)
         if verdict.plan is not plan:
             raise ArgumentError(
                 "verdict is that of another plan; accepted is what verify(plan) gave"

@@ -190,6 +190,55 @@ def test_what_was_not_captured_is_refused_before_anything_is_reserved(model):
         graphs.verify(step.plan(None, [0]))
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_refused_plan_leaves_the_open_one_as_it_is(model, eager):
+    """Plan twice, as by mistake: the first plan is replayed as if the second had not been."""
+    ours, plain = started(model, [GREEDY]), started(model, [GREEDY])
+    forward = forward_of(model, plain)
+    graphs = CapturedStep(ours, forward_of(model, ours), [Bucket(2, 2)], eager=eager)
+    for turn in range(4):
+        plan = plain.plan(propose(plain, {0: 1}, turn))
+        expected = plain.commit(plan, plain.verify(plan, forward(plan)))
+        plan = graphs.plan(propose(ours, {0: 1}, turn))
+        for again in (propose(ours, {0: 1}, 9), None):
+            with pytest.raises(ArgumentError, match="neither committed nor cancelled"):
+                graphs.plan(again)
+        assert ours.commit(plan, graphs.verify(plan)) == expected
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("kind", ["captured", "own tensors"])
+def test_a_plan_that_is_not_open_is_not_run(model, kind, eager):
+    """Its pages may be another request's: not one row is written."""
+    step = started(model, [GREEDY])
+    calls, real = [], forward_of(model, step)
+
+    def forward(plan):
+        calls.append(plan)
+        return real(plan)
+
+    graphs = CapturedStep(step, forward, [Bucket(1, 5)], eager=eager)
+    made = graphs if kind == "captured" else step
+    cancelled = made.plan(propose(step, {0: 4}, 0))
+    step.cancel(cancelled)
+    committed = made.plan(propose(step, {0: 4}, 0))
+    step.commit(committed, step.verify(committed, real(committed)))
+    step.remove(0)
+    step.add("next", [9, 8, 7, 6, 5, 4, 3, 2, 1], GREEDY)
+    calls.clear()
+    before = pool_of(step)
+    for plan in (cancelled, committed, None):
+        with pytest.raises(ArgumentError, match=r"not the step planned last.*no step is open"):
+            graphs.verify(plan)
+    open_plan = step.plan()
+    for plan in (cancelled, committed, None):
+        with pytest.raises(ArgumentError, match=r"not the step planned last.*another one is open"):
+            graphs.verify(plan)
+    assert not calls
+    assert torch.equal(pool_of(step), before)
+    step.commit(open_plan, step.verify(open_plan, real(open_plan)))
+
+
 def test_trees_are_refused(model):
     step = started(model, [GREEDY])
     graphs = CapturedStep(step, forward_of(model, step), [Bucket(1, 4)])

@@ -153,9 +153,18 @@ def test_refusals_name_what_was_wrong():
         step.verify(plan, torch.zeros(1, W + 1))
     with pytest.raises(ArgumentError, match="part of the planned step"):
         step.remove("a")
+    verdict = step.verify(plan, torch.zeros(1, W))
     step.cancel(plan)
-    with pytest.raises(ArgumentError, match="not the step planned last"):
-        step.commit(plan, step.verify(plan, torch.zeros(1, W)))
+    for act in (
+        lambda: step.commit(plan, verdict),
+        lambda: step.verify(plan, torch.zeros(1, W)),
+        lambda: step.cancel(plan),
+        lambda: step.cancel(None),
+        lambda: step.commit(None, None),
+        lambda: step.verify(None, torch.zeros(1, W)),
+    ):
+        with pytest.raises(ArgumentError, match=r"not the step planned last.*no step is open"):
+            act()
     step.remove("a")
     assert step.active == ()
     with pytest.raises(ArgumentError, match="rule is 'wishful'"):
