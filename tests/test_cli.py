@@ -155,6 +155,7 @@ def bad_cases(root):
     yield "missing directory", ["generate", "--target", root / "nowhere", "x"], "nowhere"
     yield "broken tokenizer", ["generate", "--target", broken, "x"], "tokenizer.json"
     yield "missing draft", ["generate", "--target", target, "--draft", root / "no", "x"], "no"
+    yield "no draft", ["generate", "--target", root / "nowhere", "--draft", "", "x"], "draft is ''"
     yield (
         "vocabulary",
         ["generate", "--target", target, "--draft", root / "other", TEXT],
@@ -183,7 +184,8 @@ def bad_cases(root):
 
 
 NAMES = [
-    *("missing directory", "broken tokenizer", "missing draft", "vocabulary", "empty prompt"),
+    *("missing directory", "broken tokenizer", "missing draft", "no draft"),
+    *("vocabulary", "empty prompt"),
     *("temperature", "min_p", "rule", "top_p", "dtype", "device", "backend", "drafts", "plot"),
     *("plot format", "plot directory", "no UTF-8"),
     *("unknown option", "unknown command", "bench grammar"),

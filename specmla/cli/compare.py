@@ -19,10 +19,10 @@ from specmla.bench.compare_prompts import held_out_prompts
 from specmla.bench.compare_run import RunSettings
 from specmla.bench.environment import collect_env
 from specmla.cli.checkpoint import load_tokenizer, parse_device, parse_dtype, use_one_thread
-from specmla.cli.compare_drafters import SHIPPED, contenders_of
+from specmla.cli.compare_drafters import SHIPPED, contenders_of, draft_problems
 from specmla.cli.compare_offline import score_rows, write_recording
 from specmla.cli.compare_table import comparison_rows, gain_lines, score_lines
-from specmla.errors import ArgumentError, require
+from specmla.errors import require
 from specmla.models.weights import load_checkpoint
 from specmla.verify.accept import LOSSLESS
 
@@ -62,7 +62,7 @@ class CompareOptions:
 
 def run_compare(options: CompareOptions) -> int:
     """Compare and report; the exit code is 0."""
-    rules, temperatures = _checked(options)
+    rules, temperatures, texts = _checked(options)
     console = Console(stderr=options.json, soft_wrap=True)
     if not console.is_terminal:  # a file is as wide as the table
         console.width = _WIDTH
@@ -76,7 +76,7 @@ def run_compare(options: CompareOptions) -> int:
         rows = score_rows(options.recording, options.drafts, target, settings)
         _print_scores(rows, console, options.json)
         return 0
-    prompts = _prompts(options, tokenizer)
+    prompts = _prompts(options, texts, tokenizer)
     if options.record is not None:
         write_recording(options.record, options.drafts, target, prompts, temperatures[0], settings)
         console.print(f"recording: {options.record}", markup=False)
@@ -102,9 +102,9 @@ def run_compare(options: CompareOptions) -> int:
     return 0
 
 
-def _checked(options: CompareOptions) -> tuple[list[str], list[float]]:
-    """Read rules and temperatures; list everything that is wrong before a model is loaded."""
-    found, temperatures = [], list[float]()
+def _checked(options: CompareOptions) -> tuple[list[str], list[float], list[str]]:
+    """Read rules, temperatures and texts; list all that is wrong before a model is loaded."""
+    found, temperatures = draft_problems(options.drafts), list[float]()
     rules = [name.strip() for name in options.rules.split(",")]
     if foreign := [name for name in rules if name not in LOSSLESS]:
         found.append(f"rule has {foreign}, accepted are {sorted(LOSSLESS)}, separated by commas")
@@ -120,18 +120,33 @@ def _checked(options: CompareOptions) -> tuple[list[str], list[float]]:
         found.append(f"plot is {str(path)!r}, accepted is a file *.png in a directory that exists")
     if options.record is not None and (options.recording or len(temperatures) > 1):
         found.append("record is set, accepted are one temperature and no recording with it")
+    texts = [] if options.prompts is None else _read_texts(options.prompts, found)
     require(found, "compare")
-    return rules, list(dict.fromkeys(temperatures))
+    return rules, list(dict.fromkeys(temperatures)), texts
 
 
-def _prompts(options: CompareOptions, tokenizer: Any) -> list[list[int]]:
+def _read_texts(path: Path, found: list[str]) -> list[str]:
+    """Read a JSON list of texts; where it is none, `found` gets the reason."""
+    accepted = "accepted is a JSON file in UTF-8 with a list of texts, none of them empty"
+    try:
+        texts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        found.append(f"prompts is {str(path)!r}, {accepted}: {error}")
+        return []
+    if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts) or not texts:
+        found.append(f"prompts is {str(path)!r}, {accepted}")
+        return []
+    for at, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of an escaped pair, which no tokenizer knows
+            found.append(f"prompts is {str(path)!r}, {accepted}: text {at}: {error}")
+    return texts
+
+
+def _prompts(options: CompareOptions, texts: list[str], tokenizer: Any) -> list[list[int]]:
     if options.prompts is None:
         return held_out_prompts(tokenizer, options.num_prompts, options.settings.seed)
-    texts = json.loads(options.prompts.read_text(encoding="utf-8"))
-    if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts) or not texts:
-        raise ArgumentError(
-            f"prompts is {str(options.prompts)!r}, accepted is a JSON file with a list of texts"
-        )
     return [tokenizer.encode(text).ids for text in texts[: options.num_prompts]]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from specmla.bench.compare_run import Contender, MakeDrafter, RunSettings
 from specmla.cli.drafts import drafter_from
 from specmla.cli.lookup import LOOKUPS
-from specmla.errors import ArgumentError
+from specmla.errors import require
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.verify.proposal import Drafter
 from specmla.verify.step import VerifyStep
@@ -36,17 +36,46 @@ def contenders_of(
         ArgumentError: a name of nothing, or one twice.
         CheckpointError: a directory that can't be served with this target.
     """
-    words = [word.strip() for word in names.split(",")]
-    labels = [word if word in LOOKUPS else Path(word).name for word in words]
-    if len(set(labels)) < len(labels):
-        raise ArgumentError(f"draft is {names!r}, accepted are different names, and directories of")
+    require(draft_problems(names), "compare")
+    words = _words(names)
     made = {}
-    for word, label in zip(words, labels, strict=True):
-        made[label] = (_maker(word, target, settings, longest), _is_tree(word))
+    for word in words:
+        made[_label(word)] = (_maker(word, target, settings, longest), _is_tree(word))
     return [
         Contender(label, make, tree, chain=label.removesuffix(TREE) if tree else None)
         for label, (make, tree) in made.items()
     ]
+
+
+def draft_problems(names: str) -> list[str]:
+    """List the names that are of nothing, and whether one stands twice; nothing is loaded."""
+    words = _words(names)
+    found = [
+        f"draft has {word!r}, accepted are {', '.join(LOOKUPS)}, draft_model and directories, "
+        f"the last two also with {TREE} behind them"
+        for word in words
+        if word not in LOOKUPS and not (_bare(word) and _folder(word).is_dir())
+    ]
+    if len(set(map(_label, words))) < len(words):
+        found.append(f"draft is {names!r}, accepted are different names, and directories of")
+    return found
+
+
+def _words(names: str) -> list[str]:
+    return [word.strip() for word in names.split(",")]
+
+
+def _label(word: str) -> str:
+    return word if word in LOOKUPS else Path(word).name
+
+
+def _bare(word: str) -> str:
+    return word.removesuffix(TREE) if _is_tree(word) else word
+
+
+def _folder(word: str) -> Path:
+    bare = _bare(word)
+    return SHIPPED / "draft" if bare == "draft_model" else Path(bare)
 
 
 def _is_tree(word: str) -> bool:
@@ -58,21 +87,13 @@ def _maker(
 ) -> MakeDrafter:
     if word in LOOKUPS:
         return _lookup(LOOKUPS[word], target.config.vocab_size)
-    tree = _is_tree(word)
-    bare = word.removesuffix(TREE) if tree else word
-    folder = SHIPPED / "draft" if bare == "draft_model" else Path(bare)
-    if not folder.is_dir():
-        raise ArgumentError(
-            f"draft has {word!r}, accepted are {', '.join(LOOKUPS)}, draft_model and directories, "
-            f"the last two also with {TREE} behind them"
-        )
     return drafter_from(
-        folder,
+        _folder(word),
         target,
         num_requests=settings.batch,
         longest=longest,
         backend=settings.backend,
-        tree=tree,
+        tree=_is_tree(word),
     )
 
 

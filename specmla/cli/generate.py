@@ -37,9 +37,11 @@ class GenerateOptions:
 def run_generate(options: GenerateOptions) -> int:
     """Print the continuation on stdout, the acceptance figures on stderr."""
     device, dtype = parse_device(options.device), parse_dtype(options.dtype)
+    text = _text(options.prompt)
+    _check_draft(options)
     tokenizer = load_tokenizer(options.target)
     model, config = load_checkpoint(options.target, device=device, dtype=dtype)
-    prompt = tokenizer.encode(_text(options.prompt)).ids
+    prompt = tokenizer.encode(text).ids
     sampling = replace(options.sampling, stop_token_ids=config.eos_token_ids)
     run = run_loop(
         model,
@@ -70,24 +72,28 @@ def _text(argument: str) -> str:
     return argument
 
 
-def _drafter(
-    options: GenerateOptions, target: DeepseekForCausalLM, num_prompt: int
-) -> Drafter | MakeDrafter | None:
-    named = [name for name in ("none", *LOOKUPS) if name == options.draft]
-    if named and options.tree:
-        raise ArgumentError(
-            f"tree is set with draft {options.draft!r}, accepted is a directory; for suffixes "
-            "use draft 'suffix-tree'"
-        )
-    if options.draft == "none":
-        return None
-    if named:
-        return LOOKUPS[options.draft](target.config.vocab_size)
-    if not Path(options.draft).is_dir():
+def _check_draft(options: GenerateOptions) -> None:
+    """Refuse a name of nothing before a model is loaded."""
+    if options.draft in ("none", *LOOKUPS):
+        if options.tree:
+            raise ArgumentError(
+                f"tree is set with draft {options.draft!r}, accepted is a directory; for suffixes "
+                "use draft 'suffix-tree'"
+            )
+    elif not options.draft or not Path(options.draft).is_dir():
         raise ArgumentError(
             f"draft is {options.draft!r}, accepted are {', '.join(LOOKUPS)}, none and an existing "
             "directory"
         )
+
+
+def _drafter(
+    options: GenerateOptions, target: DeepseekForCausalLM, num_prompt: int
+) -> Drafter | MakeDrafter | None:
+    if options.draft == "none":
+        return None
+    if options.draft in LOOKUPS:
+        return LOOKUPS[options.draft](target.config.vocab_size)
     longest = num_prompt + (options.sampling.max_tokens or 0) + options.num_speculative_tokens + 1
     return drafter_from(
         Path(options.draft),

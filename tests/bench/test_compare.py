@@ -229,19 +229,3 @@ def test_command(tmp_path, capsys):
     assert "multi_round" in shown.err
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert plot.stat().st_size > 20_000
-
-
-@pytest.mark.parametrize(
-    ("words", "reasons"),
-    [
-        (["--rule", "token_level,best", "--temperature", "0,warm"], ["'best'", "'warm'"]),
-        (["--temperature", "-1", "--plot", "a.txt"], ["'-1'", "a.txt"]),
-        (["--draft", "nothing"], ["'nothing'", "draft_model"]),
-        (["--draft", "ngram,ngram"], ["different names"]),
-    ],
-)
-def test_bad_options_are_one_line(words, reasons, capsys):
-    assert main(["compare", *words]) == 2
-    shown = capsys.readouterr().err
-    assert shown.count("\n") == 1
-    assert all(reason in shown for reason in reasons)
