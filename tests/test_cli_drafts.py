@@ -14,6 +14,7 @@ from drafters import (
     DSparkDrafter,
     MTPDrafter,
     save_block_model,
+    save_eagle3,
 )
 from specmla import (
     ArgumentError,
@@ -25,6 +26,7 @@ from specmla import (
 )
 from specmla.cli.drafts import drafter_from
 from specmla.cli.run import run_loop
+from tests.drafters.eagle3_network import tiny_eagle3
 from tests.drafters.networks import tiny_block, tiny_mtp, tiny_target
 
 
@@ -34,6 +36,8 @@ def save(kind: str, target, tmp_path) -> None:
         save_part(tiny_mtp(target), tmp_path, target.config.to_hf(), prefix)
     elif kind == "model":
         save_checkpoint(tiny_target(layers=2), tmp_path)
+    elif kind == "eagle3":
+        save_eagle3(tiny_eagle3(target), tmp_path)
     else:
         save_block_model(tiny_block(target, kind), tmp_path)
 
@@ -62,6 +66,21 @@ def test_a_directory_is_the_drafter_that_its_config_says(kind, tree, expected, t
     drafted = run_loop(target, prompts, sampling, make, num_speculative_tokens=5)
     assert drafted.tokens == plain.tokens
     assert drafted.stats.num_draft_tokens > 10
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "eagle3", "model"])
+def test_pages_are_bounded_by_the_context(kind, tmp_path):
+    target = tiny_target()
+    save(kind, target, tmp_path)
+    make = drafter_from(tmp_path, target, num_requests=2, longest=10**12, backend="reference")
+    made = make(build_step(target, num_pages=4, num_draft_layers=1))
+    blocks = made.blocks if kind == "model" else made.cache.blocks
+    assert blocks.num_pages == 2 * (-(-160 // 64) + 1)
+    prompts, sampling = [[3, 1, 4], [5, 9]], [SamplingParams(max_tokens=10**12)] * 2
+    plain = run_loop(target, prompts, sampling)
+    drafted = run_loop(target, prompts, sampling, make, num_speculative_tokens=5)
+    assert drafted.tokens == plain.tokens
+    assert [len(p) + len(t) for p, t in zip(prompts, drafted.tokens, strict=True)] == [160] * 2
 
 
 @pytest.mark.parametrize("kind", ["mtp", "dspark"])

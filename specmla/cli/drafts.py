@@ -62,6 +62,7 @@ def drafter_from(
         CheckpointError: damaged, or nothing that can be served with this target.
         ArgumentError: a draft model of another vocabulary, trees of what drafts chains only.
     """
+    longest = min(longest, target.config.max_position_embeddings)
     found = read_part_config(folder)
     if is_speculators(found):
         names = [read_block_config(folder).architecture]
