@@ -127,8 +127,9 @@ class OverlappedStep:
             The plan. Of requests under way, `requests` has bounds; the tensors are exact.
 
         Raises:
-            ArgumentError: as `VerifyStep.plan`, and two steps under way, trees, requests that have
-                processors or end with the step under way; all reasons are listed.
+            ArgumentError: as `VerifyStep.plan` (one that it planned itself included), and two steps
+                under way, trees, requests that have processors or end with the step under way; all
+                reasons are listed.
             PoolFullError: too few pages; nothing was reserved.
         """
         require(self._flights.problems, "OverlappedStep.plan")
@@ -202,19 +203,14 @@ class OverlappedStep:
         To preempt it, add it again later with its committed tokens as prompt (and fewer
         `max_tokens`): with the same seed it goes on as it would have from there.
         """
-        self._table[request_id]
-        self.step.blocks.free(request_id)
-        del self._table[request_id]
-        self._flights.guard()
+        self._flights.remove(request_id)
 
     def drop(self, request_ids: Iterable[Hashable]) -> None:
         """Forget requests, whatever happens to them, and steps that hold no others.
 
         Names that are not active are ignored: this is the clean-up after an error.
         """
-        for name in [n for n in request_ids if n in self._table]:
-            self.remove(name)
-        self._flights.prune()
+        self._flights.drop(request_ids)
 
     def _settler(self) -> Settler:
         verdict = None if self._flights.last is None else self._flights.last.verdict

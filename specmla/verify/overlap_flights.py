@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from specmla.query import QueryLenSupport
@@ -53,6 +53,7 @@ class Flights:
         self.step = step
         self.flying: list[Flight] = []
         self.open: Flight | None = None
+        self._guard: StepPlan | None = None
 
     @property
     def last(self) -> Flight | None:
@@ -68,11 +69,18 @@ class Flights:
     def problems(self) -> list[str]:
         """List why no step can be planned now."""
         found = []
+        if self.is_foreign:
+            found.append("the step planned last was planned elsewhere: commit or cancel it there")
         if self.open is not None:
             found.append("the last planned step was neither verified nor cancelled")
         if len(self.flying) > 1:
             found.append("two steps are under way, accepted is one: commit the older one")
         return found
+
+    @property
+    def is_foreign(self) -> bool:
+        """Tell whether the step that is open was planned elsewhere; there are none here then."""
+        return self.step._open is not self._guard
 
     def is_live(self, state: RequestState) -> bool:
         """Tell whether a request is still active, and not another one of its name."""
@@ -117,8 +125,24 @@ class Flights:
         self.release(states)
         self.guard()
 
-    def prune(self) -> None:
-        """Forget steps that hold no active request."""
+    def remove(self, request_id: Hashable) -> None:
+        """Drop a request, whatever is under way of it."""
+        if self.is_foreign:
+            self.step.remove(request_id)
+            return
+        self.step._table[request_id]
+        self.step.blocks.free(request_id)
+        del self.step._table[request_id]
+        self.guard()
+
+    def drop(self, request_ids: Iterable[Hashable]) -> None:
+        """Forget those requests that are active, and steps that hold no active one."""
+        names = [name for name in dict.fromkeys(request_ids) if name in self.step._table]
+        if self.is_foreign:
+            self.step.drop(names)
+            return
+        for name in names:
+            self.remove(name)
         self.flying = [f for f in self.flying if any(map(self.is_live, f.places))]
         if self.open is not None and not any(map(self.is_live, self.open.places)):
             self.open = None
@@ -135,11 +159,12 @@ class Flights:
                 blocks.roll_back(name, length)
 
     def guard(self) -> None:
-        """Make the step refuse a plan of its own, and to fork or remove what is under way."""
+        """Make the step refuse a plan of its own, and to fork, remove or drop what is under way."""
         held = self.held
         live = [r for f in held for r in f.plan.requests if self.is_live(r.state)]
         guard = dataclasses.replace(held[-1].plan, requests=tuple(live)) if held else None
-        self.step._open = guard
+        self.step._open = self._guard = guard
+        self.step._is_overlapped = guard is not None
 
 
 def step_problems(step: VerifyStep) -> list[str]:

@@ -26,6 +26,7 @@ class RequestRoster:
         self.blocks, self.vocab_size, self.max_seq_len = blocks, vocab_size, max_seq_len
         self._table = RequestTable(vocab_size, max_seq_len)
         self._open: StepPlan | None = None
+        self._is_overlapped = False  # `_open` stands for the steps of an `OverlappedStep`
 
     @property
     def active(self) -> tuple[Hashable, ...]:
@@ -93,9 +94,18 @@ class RequestRoster:
         """Forget requests, whatever happens to them; a planned step that holds one is cancelled.
 
         Names that are not active are ignored: this is the clean-up after an error.
+
+        Raises:
+            ArgumentError: steps of an `OverlappedStep` hold one: drop them there.
         """
-        names = [name for name in request_ids if name in self._table]
-        if self._open is not None and any(r.request_id in names for r in self._open.requests):
+        names = [name for name in dict.fromkeys(request_ids) if name in self._table]
+        planned = set() if self._open is None else {r.request_id for r in self._open.requests}
+        held = [name for name in names if name in planned]
+        if held and self._is_overlapped:
+            raise ArgumentError(
+                f"requests {held[:8]} are part of steps of an OverlappedStep; drop them there"
+            )
+        if held and self._open is not None:
             self.cancel(self._open)
         for name in names:
             self.remove(name)

@@ -277,8 +277,42 @@ def test_the_step_itself_refuses_what_is_under_way():
     for act in (lambda: step.remove("a"), lambda: step.fork("a", "c", SamplingParams())):
         with pytest.raises(ArgumentError, match="part of the planned step"):
             act()
-    overlap.drop(["a", "b", "unknown"])
+    step.add("waiting", [1], SamplingParams())
+    with pytest.raises(ArgumentError, match=r"\['b'\] are part of steps of an OverlappedStep"):
+        step.drop(["waiting", "b"])
+    assert step.active == ("a", "b", "waiting"), "nothing was dropped"
+    step.drop(["waiting", "waiting"])
+    assert [r.new_tokens for r in overlap.commit()] == [(1,), (1,)]
+    take(overlap, None, [1, 1])
+    overlap.drop(["a", "b", "b", "unknown"])
     assert overlap.num_flying == 0
     assert step.blocks.num_free == step.blocks.num_pages
     step.add("a", [1], SamplingParams())
     step.cancel(step.plan())
+
+
+def test_a_step_that_was_planned_elsewhere_stays_untouched():
+    """By the `VerifyStep` itself or by another `OverlappedStep` over it."""
+    step, overlap = overlapped("a", "b", "c")
+    other = OverlappedStep(step)
+    for plan_of, finish in (
+        (step, lambda plan, verdict: step.commit(plan, verdict)),
+        (other, lambda plan, verdict: other.commit()),
+    ):
+        plan = plan_of.plan(request_ids=["a", "b"])
+        assert overlap.ready == ()
+        for act in (overlap.plan, lambda: overlap.anchors(["a"])):
+            with pytest.raises(ArgumentError, match="planned elsewhere"):
+                act()
+        with pytest.raises(ArgumentError, match="part of the planned step"):
+            overlap.remove("a")
+        if "c" in step.active:
+            overlap.remove("c")
+        verdict = plan_of.verify(plan, logits_for(plan, [3, 4]))
+        assert [r.new_tokens for r in finish(plan, verdict)] == [(3,), (4,)]
+        step.blocks.check_integrity()
+    take(overlap, None, [5, 5])
+    assert [r.new_tokens for r in overlap.commit()] == [(5,), (5,)]
+    step.plan(request_ids=["a"])
+    overlap.drop(["a", "b"])
+    assert step.blocks.num_free == step.blocks.num_pages
