@@ -17,6 +17,7 @@ from specmla.verify.fused import decide_fused, fused_logprobs
 from specmla.verify.logprobs import emitted_logprobs, raw_logprobs, split_logprobs
 from specmla.verify.plan import StepPlan, rows_of_requests
 from specmla.verify.processors.attach import process_step
+from specmla.verify.processors.dead_ends import cut_at_dead_ends, cut_path
 from specmla.verify.rules.terms import Rule, num_drafts, term_problems
 from specmla.verify.sampling import SamplingParams, processed_probs, row_top
 from specmla.verify.tree_judge import TreeStep, decide_trees
@@ -118,9 +119,10 @@ def decide_step(
     if impl == "triton" and plan.tree is None and not plan.sampling.all_greedy:
         return _decide_fused(plan, logits, find_rule(rule))
     found = _decide(*process_step(plan, logits), find_rule(rule))
-    acceptance, path, flagged = found.acceptance, found.path, found.flagged
+    acceptance, path, flagged = _cut(plan, found.acceptance), found.path, found.flagged
     parts, judged = [acceptance.tokens], num_drafts(plan.drafts)
     if plan.tree is not None and path is not None:
+        path = cut_path(path, acceptance)
         parts.append(path.rows)
         judged = num_judged(plan.drafts, plan.tree)
     unusable = (flagged.any(dim=1) | acceptance.flagged).long()
@@ -135,6 +137,11 @@ def decide_step(
 
 def _decide_fused(plan: StepPlan, logits: Tensor, rule: Rule) -> tuple[Acceptance, Tensor]:
     found = decide_fused(*process_step(plan, logits), rule)
+    cut = _cut(plan, found.acceptance)
+    if cut is not found.acceptance:
+        judged, flag = found.packed[:, -3:-2], found.packed[:, -1:]
+        packed = torch.cat([cut.tokens, judged, cut.num_accepted[:, None], flag], dim=1)
+        found = found._replace(acceptance=cut, packed=packed)
     if plan.sampling.raw_logprobs is None:
         return found.acceptance, found.packed
     place = torch.arange(plan.row_table.shape[1], device=logits.device)
@@ -142,6 +149,11 @@ def _decide_fused(plan: StepPlan, logits: Tensor, rule: Rule) -> tuple[Acceptanc
     raw = raw_logprobs(rows_of_requests(plan, logits), place.expand_as(tokens), tokens)
     real = torch.where(is_raw, raw, fused_logprobs(found))
     return found.acceptance, torch.cat([found.packed, real.view(torch.int64)], dim=1)
+
+
+def _cut(plan: StepPlan, acceptance: Acceptance) -> Acceptance:
+    tables = plan.sampling.processors
+    return acceptance if tables is None else cut_at_dead_ends(acceptance, plan.drafts, tables.masks)
 
 
 class _Decided(NamedTuple):

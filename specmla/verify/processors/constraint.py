@@ -27,7 +27,8 @@ class TokenConstraint(Protocol):
         Returns:
             [n, W] bool on the CPU, 1 <= n <= len(drafts) + 1. Row j holds if the first j drafts
             follow. Fewer rows than drafts + 1: draft n is not allowed, so that what would follow it
-            doesn't matter.
+            doesn't matter. A row that allows nothing ends the step's tokens with the draft before
+            it; in row 0, with nothing to emit, it is an error.
         """
         ...
 

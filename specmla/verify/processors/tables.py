@@ -59,11 +59,14 @@ class Masks(NamedTuple):
 
     Attributes:
         request: [M] int64.
-        allowed: [M, K+1, W] bool.
+        allowed: [M, K+1, W] bool; everything from a row of `ends` on.
+        ends: [M] int64, the first row after the anchor's that allows nothing, bans included; K + 1
+            if there is none.
     """
 
     request: Tensor
     allowed: Tensor
+    ends: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,9 +191,23 @@ def _masks(
     places = [i for i, state in enumerate(states) if state.constraint is not None]
     if not places:
         return None
-    rows = []
+    rows, ends = [], []
     for place in places:
         constraint = states[place].constraint
         assert constraint is not None
-        rows.append(constraint_rows(constraint, drafts[place], vocab_size, num_rows))
-    return Masks(send(torch.tensor(places), device), send(torch.stack(rows), device))
+        given = constraint_rows(constraint, drafts[place], vocab_size, num_rows)
+        for token, until, value in _entries(states[place]):
+            if value == -math.inf:
+                given[:until, token] = False
+        ends.append(_open_dead_ends_(given))
+        rows.append(given)
+    request, end = send(torch.tensor([places, ends]), device)
+    return Masks(request, send(torch.stack(rows), device), end)
+
+
+def _open_dead_ends_(rows: Tensor) -> int:
+    """Give the first row after the anchor's that allows nothing; allow all there and behind it."""
+    dead = [*(~rows.any(1)[1:]).tolist(), True]
+    end = 1 + dead.index(True)
+    rows[end:] = True
+    return end
