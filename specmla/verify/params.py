@@ -10,6 +10,10 @@ from specmla.errors import require
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _MAX_TOP_K = 2**31 - 1
+_MAX_COUNT = 2**31 - 1
+# Added up over as many tokens as can be counted, and to a model's logits, these stay in float32.
+_MAX_SHIFT = 1e24
+_MAX_FACTOR = 1e18
 LOGPROBS = ("raw", "processed")
 """Whose log-probabilities a request may ask for."""
 
@@ -85,18 +89,27 @@ class SamplingParams:
 
     def _processor_problems(self) -> list[str]:
         found, rep = [], self.repetition_penalty
-        if not _is_real(rep) or not 0 < rep <= _FLOAT32_MAX:
-            found.append(f"repetition_penalty={rep!r}, accepted is finite and above 0 (1: off)")
+        if not _is_real(rep) or not 1 / _MAX_FACTOR <= rep <= _MAX_FACTOR:
+            accepted = f"{1 / _MAX_FACTOR:g} to {_MAX_FACTOR:g} (1: off)"
+            found.append(f"repetition_penalty={rep!r}, accepted is {accepted}")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            if not _is_real(value) or not abs(value) <= _FLOAT32_MAX:
-                found.append(f"{name}={value!r}, accepted is a finite number (0: off)")
-        if not _is_int(self.min_tokens) or self.min_tokens < 0:
-            found.append(f"min_tokens={self.min_tokens!r}, accepted is 0 or more")
+            if not _is_real(value) or not abs(value) <= _MAX_SHIFT:
+                accepted = f"{-_MAX_SHIFT:g} to {_MAX_SHIFT:g} (0: off)"
+                found.append(f"{name}={value!r}, accepted is {accepted}")
+        if not _is_int(self.min_tokens) or not 0 <= self.min_tokens <= _MAX_COUNT:
+            found.append(f"min_tokens={self.min_tokens!r}, accepted is 0 to {_MAX_COUNT}")
         found += _id_problems("banned_token_ids", self.banned_token_ids)
         bias = self.logit_bias
         if not isinstance(bias, tuple) or not all(map(_is_bias, bias)):
             found.append(f"logit_bias={bias!r}, accepted is a tuple of (id, finite number)")
+        else:
+            far = {t: total for t, total in _bias_sums(bias).items() if abs(total) > _MAX_SHIFT}
+            if far:
+                accepted = (
+                    f"{-_MAX_SHIFT:g} to {_MAX_SHIFT:g} for each id (to ban: banned_token_ids)"
+                )
+                found.append(f"logit_bias adds {far}, accepted is {accepted}")
         if self.logprobs is not None and self.logprobs not in LOGPROBS:
             found.append(f"logprobs={self.logprobs!r}, accepted are {LOGPROBS} and None")
         return found
@@ -109,6 +122,11 @@ class SamplingParams:
             or self.presence_penalty != 0
             or self.frequency_penalty != 0
         )
+
+    @property
+    def summed_bias(self) -> dict[int, float]:
+        """What is added to the logit of each id that `logit_bias` names."""
+        return _bias_sums(self.logit_bias)
 
     @property
     def named_ids(self) -> dict[str, tuple[int, ...]]:
@@ -137,6 +155,13 @@ def _is_bias(pair: object) -> bool:
         return False
     token, value = pair
     return _is_int(token) and token >= 0 and _is_real(value) and abs(value) <= _FLOAT32_MAX
+
+
+def _bias_sums(bias: tuple[tuple[int, float], ...]) -> dict[int, float]:
+    sums: dict[int, float] = {}
+    for token, value in bias:
+        sums[token] = sums.get(token, 0.0) + value
+    return sums
 
 
 def _is_int(value: object) -> bool:

@@ -45,7 +45,8 @@ class RequestState:
         """Check the prompt.
 
         Raises:
-            ArgumentError: an empty prompt, ids outside the vocabulary, no room for one new token.
+            ArgumentError: an empty prompt, ids outside the vocabulary, no room for one new token,
+                no id that may be emitted.
             ArgumentTypeError: a prompt that is no sequence of integers, or other parameters.
         """
         if not isinstance(sampling, SamplingParams):
@@ -66,6 +67,7 @@ class RequestState:
             foreign = [t for t in ids if t >= vocab_size]
             if foreign:
                 found.append(f"{name} hold {foreign}, accepted are 0 to {vocab_size - 1}")
+        found += _ban_problems(sampling, vocab_size)
         if outside:
             found.append(f"prompt holds ids {outside[:8]}, accepted are 0 to {vocab_size - 1}")
         require(found, f"request {request_id!r}")
@@ -96,8 +98,8 @@ class RequestState:
         """
         return max(0, self.limit - len(self.tokens) - 1)
 
-    def emit(self, candidates: Sequence[int]) -> tuple[tuple[int, ...], str | None]:
-        """Append what may be emitted of `candidates`; give it and the reason to finish, if any.
+    def cut(self, candidates: Sequence[int]) -> tuple[tuple[int, ...], str | None]:
+        """Give what may be emitted of `candidates` and the reason to finish, if any.
 
         The first stop token ends the run and is itself emitted; what follows it is dropped, bonus
         included.
@@ -109,9 +111,22 @@ class RequestState:
             stop = next((i for i, token in enumerate(kept) if token in stops), None)
             if stop is not None:
                 kept, reason = kept[: stop + 1], "stop"
-        self.tokens.extend(kept)
-        if self.counts is not None:
-            self.counts.add(kept)
-        if self.constraint is not None:
-            self.constraint.advance(kept)
         return kept, reason
+
+    def append(self, emitted: Sequence[int]) -> None:
+        """Commit emitted tokens; the constraint has heard of them already."""
+        self.tokens.extend(emitted)
+        if self.counts is not None:
+            self.counts.add(emitted)
+
+
+def _ban_problems(sampling: SamplingParams, vocab_size: int) -> list[str]:
+    """List why no id at all could be emitted."""
+    stops = sampling.stop_token_ids if sampling.min_tokens else ()
+    banned = {*sampling.banned_token_ids, *stops}
+    if len(banned) < vocab_size:
+        return []
+    what = f"banned_token_ids ({len(sampling.banned_token_ids)} ids)"
+    if stops:
+        what += f", with stop_token_ids ({len(stops)} ids) until min_tokens={sampling.min_tokens},"
+    return [f"{what} ban all {vocab_size} ids, accepted is to leave one"]

@@ -264,6 +264,11 @@ def test_batch_holds_what_was_asked() -> None:
         ("max_tokens", 2.0),
         ("stop_token_ids", [3]),
         ("stop_token_ids", (-1,)),
+        ("min_tokens", 2**63),
+        ("repetition_penalty", 1e-40),
+        ("repetition_penalty", 3e38),
+        ("frequency_penalty", -3.4e38),
+        ("presence_penalty", -3e38),
     ],
 )
 def test_params_refuse_and_name_what_cannot_be(field: str, value: Any) -> None:
@@ -276,6 +281,15 @@ def test_params_list_all_reasons_at_once() -> None:
         SamplingParams(-1.0, -1, 0.0, -1, 0, (-1,))
     for field in ("temperature", "top_k", "top_p", "seed", "max_tokens", "stop_token_ids"):
         assert f"{field}=" in str(caught.value)
+
+
+@pytest.mark.parametrize("bias", [((3, 3e38), (3, 3e38)), ((3, 9e23), (3, 9e23)), ((3, -3e38),)])
+def test_biases_of_an_id_are_refused_by_their_sum(bias: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"logit_bias adds \{3: .*accepted is -1e\+24 to 1e\+24"
+    ):
+        SamplingParams(logit_bias=bias)
+    SamplingParams(logit_bias=((3, 9e23), (3, -9e23), (4, 9e23)))
 
 
 @pytest.mark.parametrize("name", ["typical_p", "guidance_scale", "bad_words"])

@@ -171,10 +171,7 @@ def _has_biases(state: Processed) -> bool:
 def _entries(state: Processed) -> list[tuple[int, int, float]]:
     """Give token, first row that is free of it, and value; each token once for a value."""
     params, left = state.sampling, state.sampling.min_tokens - state.num_output
-    bias: dict[int, float] = {}
-    for token, value in params.logit_bias:
-        bias[token] = bias.get(token, 0.0) + value
-    found = [(token, _ALWAYS, value) for token, value in bias.items()]
+    found = [(token, _ALWAYS, value) for token, value in params.summed_bias.items()]
     found += [(token, _ALWAYS, -math.inf) for token in params.banned_token_ids]
     if left > 0:
         found += [(token, left, -math.inf) for token in params.stop_token_ids]
