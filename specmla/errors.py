@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 
 class SpecMLAError(Exception):
@@ -47,6 +47,28 @@ class IntegrityError(SpecMLAError, RuntimeError):
 
 class CheckpointError(SpecMLAError, ValueError):
     """A checkpoint is missing, truncated, corrupt or of another architecture."""
+
+
+class ConstraintError(SpecMLAError, RuntimeError):
+    """A `TokenConstraint.advance` raised; its step is cancelled and no request has changed.
+
+    What that constraint knows is undefined from here on, and those of `told` are ahead of their
+    requests. The rest of the step can be planned again; `request_id` and `told` go on only after
+    `remove`, by an `add` of their committed tokens with new constraints.
+
+    Attributes:
+        request_id: whose constraint raised.
+        told: requests of the step whose constraints had taken its tokens before.
+    """
+
+    def __init__(self, request_id: Hashable, told: Sequence[Hashable], error: Exception) -> None:
+        self.request_id, self.told = request_id, tuple(told)
+        ahead = f"; ahead of their requests are the constraints of {list(told)}" if told else ""
+        super().__init__(
+            f"the constraint of request {request_id!r} raised {type(error).__name__} in advance: "
+            f"{error}; the step is cancelled{ahead}: remove these requests, or add them again with "
+            "their committed tokens and new constraints"
+        )
 
 
 class NumericsError(SpecMLAError, ArithmeticError):

@@ -25,6 +25,7 @@ from specmla.errors import ArgumentError, NumericsError, require
 from specmla.mask import DraftMask
 from specmla.metadata import RequestRows
 from specmla.verify.accept import Rule, find_rule, rule_problems
+from specmla.verify.advance import advance_constraints
 from specmla.verify.fused import check_impl
 from specmla.verify.judge import Decision, Verdict, judge, logits_problems
 from specmla.verify.moves import move_paths
@@ -186,6 +187,7 @@ class VerifyStep(RequestRoster):
         Raises:
             ArgumentError: not the step planned last, or the verdict of another one.
             NumericsError: a flagged row; the step is cancelled and no length has changed.
+            ConstraintError: a constraint's `advance` raised; likewise, but see there.
         """
         self.check_open(plan)
         if verdict.plan is not plan:
@@ -199,6 +201,11 @@ class VerifyStep(RequestRoster):
             what = "logits" if plan.draft_probs is None else "logits or draft probabilities"
             raise NumericsError(f"{what} hold NaN or no finite value for requests {flagged}")
         move_paths(self.cache, self.blocks.block_ids, plan.requests, decided)
+        try:
+            advance_constraints(plan.requests, decided)
+        except BaseException:
+            self.cancel(plan)
+            raise
         self._open = None
         pairs = zip(plan.requests, decided, strict=True)
         return [self._advance(request, decision) for request, decision in pairs]
@@ -208,7 +215,8 @@ class VerifyStep(RequestRoster):
     ) -> RequestResult:
         """Move a request on by what was decided; `ahead` rows after that stay reserved."""
         state, name = request.state, request.request_id
-        emitted, reason = state.emit(decision.tokens)
+        emitted, reason = state.cut(decision.tokens)
+        state.append(emitted)
         # All but the new anchor have a true row: prompt, old anchor, accepted drafts.
         self.blocks.commit(name, len(state.tokens) - 1, state.tokens, ahead=ahead)
         if reason is not None:

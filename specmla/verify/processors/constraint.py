@@ -33,7 +33,12 @@ class TokenConstraint(Protocol):
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Take note of tokens that were emitted."""
+        """Take note of tokens that are emitted.
+
+        If this raises, the step is cancelled (`ConstraintError`) and the object is not used again
+        by right: nobody knows how much of the tokens it took. Those of the step's earlier requests
+        have taken theirs.
+        """
         ...
 
 
