@@ -25,8 +25,8 @@ def compare_figures(found: Mapping[str, Any]) -> list[str]:
         f"{run['num_nodes']} nodes, no deeper. Expected: tokens a step with the coins of "
         "acceptance integrated out, 95 % bootstrap interval over prompts. min(p, q): its sum over "
         "the vocabulary by position, if those before stand. Looping continuations are left out of "
-        f"all but the speed (of the first drafter: {looping}). For the speed all take turns prompt "
-        "by prompt; the machine had other work. At temperature 0 all rules are one; for "
+        f"all but the speed (of the first drafter: {looping}). For the speed all take "
+        "turns; the machine had other work. At temperature 0 all rules are one; for "
         "trees token-level and block verification are multi_round."
     )
     return [
