@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from drafters.block_config import check_target
+from drafters.block_model import pair_problems
 from drafters.draft_cache import DraftCache
 from drafters.sheet import DraftSheet, Wanted, split_wanted
 from drafters.state_log import StateLog
 from specmla import (
+    ArgumentError,
     DraftMask,
     DraftProposal,
     RequestKind,
@@ -68,6 +70,7 @@ class BlockDrafter:
         backend: attention backend by name, the best one that serves non-causal rows if None.
 
     Raises:
+        ArgumentError: no target, or no block network of MLA layers.
         CheckpointError: a network made for another target.
         UnsupportedError: no backend can serve it.
     """
@@ -81,6 +84,8 @@ class BlockDrafter:
         page_size: int = 64,
         backend: str | None = None,
     ) -> None:
+        if found := pair_problems(model, draft):
+            raise ArgumentError(f"{type(self).__name__}: " + "; ".join(found))
         config = draft.config
         check_target(config, model.config, type(self).__name__)
         weight = draft.fc.weight

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drafters.gqa_config import GQAConfig, gqa_problems
+from drafters.block_fields import (
+    ARCHITECTURES,
+    architectures_of,
+    field_problems,
+    id_problems,
+    is_mla,
+    merged,
+)
+from drafters.gqa_config import GQAConfig, count_problems
 from drafters.speculators_config import block_fields, is_speculators
 from specmla import ArgumentError, CheckpointError, DeepseekConfig, MLAConfig, read_part_config
-
-ARCHITECTURES = {"DFlashDraftModel": False, "DSparkDraftModel": True}
-"""Names, and whether row 0 (the anchor's) predicts the first draft where the config is silent."""
-_SECTIONS = ("dflash_config", "dspark_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +58,16 @@ class BlockConfig:
         Raises:
             ArgumentError: names every field that is wrong.
         """
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         least = {"num_layers": 1, "intermediate_size": 1, "vocab_size": 1, "markov_rank": 0}
-        least["block_size"] = 1 if self.sample_from_anchor else 2
-        found = [
-            f"{name} is {getattr(self, name)!r}, accepted are integers >= {low}"
-            for name, low in least.items()
-            if not _is_count(getattr(self, name)) or getattr(self, name) < low
+        least["block_size"] = 1 if self.sample_from_anchor is True else 2
+        found = count_problems(least, given) + id_problems(given)
+        found += [
+            f"{name} is {given[name]!r}, accepted are True, False"
+            for name in ("sample_from_anchor", "confidence_head")
+            if not isinstance(given[name], bool)
         ]
-        if not _is_count(self.mask_token_id) or not 0 <= self.mask_token_id < self.vocab_size:
-            found.append(
-                f"mask_token_id is {self.mask_token_id!r}, accepted are 0 .. {self.vocab_size - 1}"
-            )
-        if not self.target_layer_ids or not all(_is_count(i) for i in self.target_layer_ids):
-            found.append(f"target_layer_ids is {self.target_layer_ids!r}, accepted are integers")
-        if self.architecture not in ARCHITECTURES:
+        if self.architecture not in list(ARCHITECTURES):
             found.append(
                 f"architecture is {self.architecture!r}, accepted are {list(ARCHITECTURES)}"
             )
@@ -99,27 +100,32 @@ class BlockConfig:
             ArgumentError: another architecture or what is not served; every reason is named.
         """
         source = block_fields(source) if is_speculators(source) else source
-        fields = dict(source)
-        for section in _SECTIONS:
-            fields |= source.get(section) or {}
-        names = source.get("architectures") or []
-        known = [name for name in names if name in ARCHITECTURES]
-        found = _refusals(fields, names, known)
-        if found:
+        fields, found = merged(source)
+        found += field_problems(fields)
+        attention: MLAConfig | GQAConfig | None = None
+        if is_mla(fields):
+            try:
+                attention = MLAConfig.from_hf(source)
+            except ArgumentError as error:
+                found.append(str(error))
+        elif not found:
+            attention = GQAConfig.from_hf(source)
+        if found or attention is None:
             raise ArgumentError("BlockConfig.from_hf: " + "; ".join(found))
-        is_mla = _is_mla(fields)
+        architecture = next(name for name in architectures_of(source) if name in ARCHITECTURES)
+        from_anchor = fields.get("sample_from_anchor")
         return cls(
-            attention=MLAConfig.from_hf(source) if is_mla else GQAConfig.from_hf(source),
+            attention=attention,
             num_layers=fields["num_hidden_layers"],
             intermediate_size=fields["intermediate_size"],
             vocab_size=fields["vocab_size"],
             block_size=fields["block_size"],
             mask_token_id=fields["mask_token_id"],
             target_layer_ids=tuple(fields["target_layer_ids"]),
-            sample_from_anchor=fields.get("sample_from_anchor", ARCHITECTURES[known[0]]),
+            sample_from_anchor=ARCHITECTURES[architecture] if from_anchor is None else from_anchor,
             markov_rank=fields.get("markov_rank") or 0,
-            confidence_head=bool(fields.get("enable_confidence_head", False)),
-            architecture=known[0],
+            confidence_head=bool(fields.get("enable_confidence_head")),
+            architecture=architecture,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -176,50 +182,13 @@ def check_target(config: BlockConfig, target: DeepseekConfig, where: str) -> Non
         found.append(
             f"target_layer_ids has {outside}, the target's are 0 .. {target.num_layers - 1}"
         )
+    if config.block_size > target.max_position_embeddings:
+        found.append(
+            f"block_size is {config.block_size}, accepted are values up to the target's "
+            f"max_position_embeddings, {target.max_position_embeddings}"
+        )
     if found:
         raise CheckpointError(f"{where}: " + "; ".join(found))
-
-
-def _refusals(fields: Mapping[str, Any], names: object, known: list[str]) -> list[str]:
-    """List everything that this reader does not serve."""
-    found = [] if known else [f"architectures is {names!r}, accepted are {list(ARCHITECTURES)}"]
-    required = [
-        "num_hidden_layers",
-        "intermediate_size",
-        "vocab_size",
-        "block_size",
-        "mask_token_id",
-        "target_layer_ids",
-    ]
-    found += [f"{name} is missing" for name in required if fields.get(name) is None]
-    mla = _is_mla(fields)
-    if mla and fields.get("kv_lora_rank") is None:
-        found.append("kv_lora_rank is missing")
-    found += [] if mla else gqa_problems(fields)
-    only = {
-        "attention_mode": "mla" if mla else "gqa",
-        "markov_head_type": "vanilla",
-        "confidence_head_with_markov": True,
-        "hidden_act": "silu",
-        "sliding_window": None,
-    }
-    for name, accepted in only.items():
-        got = fields.get(name, accepted)
-        if name == "sliding_window" and fields.get("use_sliding_window") is False:
-            continue
-        if got != accepted and got is not None:
-            found.append(f"{name} is {got!r}, accepted is {accepted!r}")
-    return found
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_mla(fields: Mapping[str, Any]) -> bool:
-    """Tell the layers' kind; MLA configs may count key heads as well."""
-    mode, heads = fields.get("attention_mode"), fields.get("num_key_value_heads")
-    return mode == "mla" or fields.get("kv_lora_rank") is not None or heads is None
 
 
 def _dims_to_hf(at: MLAConfig | GQAConfig) -> dict[str, Any]:

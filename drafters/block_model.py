@@ -142,6 +142,7 @@ def load_block_model(
     Raises:
         CheckpointError: damaged files, other tensors, or a config that can't be served with this
             target; every reason is named.
+        ArgumentError: `dtype` is not a floating type.
     """
     config = read_block_config(directory)
     check_target(config, target.config, str(directory))
@@ -153,6 +154,18 @@ def load_block_model(
         device=weight.device,
         dtype=dtype or weight.dtype,
     )
+
+
+def pair_problems(
+    model: object, draft: object, kind: type[BlockDraftModel] = BlockDraftModel
+) -> list[str]:
+    """List which of a target and its block network is none, as where they are swapped."""
+    pair = (("model", model, DeepseekForCausalLM), ("draft", draft, kind))
+    return [
+        f"{name} is a {type(got).__name__}, accepted is a {wanted.__name__}"
+        for name, got, wanted in pair
+        if not isinstance(got, wanted)
+    ]
 
 
 def make_block_model(config: BlockConfig) -> BlockDraftModel:

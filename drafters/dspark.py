@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from drafters.block import BlockDrafter, BlockOutput
+from drafters.block_model import pair_problems
 from specmla import ArgumentError
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class DSparkDrafter(BlockDrafter):
         backend: str | None = None,
         min_confidence: float = 0.0,
     ) -> None:
-        found = []
+        if found := pair_problems(model, draft):
+            raise ArgumentError(f"{type(self).__name__}: " + "; ".join(found))
         if not draft.has_markov:
             found.append("draft has no Markov head, accepted is markov_rank >= 1")
         if not 0 <= min_confidence < 1:

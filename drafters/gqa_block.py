@@ -14,6 +14,7 @@ import torch
 
 from drafters.block import BlockDrafter
 from drafters.block_config import check_target
+from drafters.block_model import pair_problems
 from drafters.draft_cache import DraftCache
 from drafters.dspark import DSparkDrafter
 from drafters.gqa_config import GQAConfig
@@ -94,13 +95,12 @@ class GQABlockDrafter(BlockDrafter):
         page_size: int = 64,
         backend: str | None = None,
     ) -> None:
-        config, found = draft.config, []
+        found = pair_problems(model, draft, GQABlockModel)
         if backend is not None:
             found.append(f"backend is {backend!r}, accepted is None: no backend is used")
-        if not isinstance(draft, GQABlockModel):
-            found.append(f"draft is a {type(draft).__name__}, accepted is a GQABlockModel")
         if found:
             raise ArgumentError(f"{type(self).__name__}: " + "; ".join(found))
+        config = draft.config
         check_target(config, model.config, type(self).__name__)
         assert isinstance(config.attention, GQAConfig)
         weight = draft.fc.weight

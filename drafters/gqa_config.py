@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,28 +77,71 @@ class GQAConfig:
 
 def gqa_problems(source: Mapping[str, Any]) -> list[str]:
     """List everything of a config.json that these layers can't serve."""
-    needed = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-    found = [f"{name} is missing" for name in needed if source.get(name) is None]
-    if source.get("model_type") not in _QK_NORM:
+    least = {"hidden_size": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    found = [f"{name} is missing" for name in least if source.get(name) is None]
+    given = {name: source[name] for name in (*least, "head_dim") if source.get(name) is not None}
+    wrong = count_problems({**least, "head_dim": 1}, given)
+    found += wrong
+    kind = source.get("model_type")
+    if not isinstance(kind, str) or kind not in _QK_NORM:
         found.append(
-            f"model_type is {source.get('model_type')!r}, accepted without kv_lora_rank are "
-            f"{sorted(_QK_NORM)}"
+            f"model_type is {kind!r}, accepted without kv_lora_rank are {sorted(_QK_NORM)}"
         )
-    rope = source.get("rope_parameters") or {}
-    scaling = source.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        found.append(f"rope_scaling is of type {kind!r}, accepted is none")
+    found += _rope_problems(source)
+    epsilon = source.get("rms_norm_eps", 1e-6)
+    if not _is_number(epsilon) or epsilon <= 0:
+        found.append(f"rms_norm_eps is {epsilon!r}, accepted are finite numbers > 0")
     if source.get("attention_bias"):
         found.append("attention_bias is True, accepted is False")
     if source.get("use_sliding_window"):
         found.append("use_sliding_window is True, accepted is False")
-    others = {kind for kind in source.get("layer_types") or () if kind != "full_attention"}
-    if others:
-        found.append(f"layer_types has {sorted(others)}, accepted is 'full_attention'")
-    if not found and source["num_attention_heads"] % source["num_key_value_heads"]:
+    layers = source.get("layer_types") or ()
+    if not isinstance(layers, list | tuple):
+        found.append(f"layer_types is {layers!r}, accepted is a list of 'full_attention'")
+    elif others := sorted({str(kind) for kind in layers if kind != "full_attention"}):
+        found.append(f"layer_types has {others}, accepted is 'full_attention'")
+    heads, shared = given.get("num_attention_heads"), given.get("num_key_value_heads")
+    if not wrong and heads and shared and heads % shared:
         found.append(
-            f"num_attention_heads is {source['num_attention_heads']}, accepted are multiples of "
-            f"num_key_value_heads, {source['num_key_value_heads']}"
+            f"num_attention_heads is {heads}, accepted are multiples of num_key_value_heads, "
+            f"{shared}"
         )
     return found
+
+
+def count_problems(least: Mapping[str, int], given: Mapping[str, Any]) -> list[str]:
+    """List the fields given that are no integers of at least `least`, or 2**31 and more."""
+    return [
+        f"{name} is {given[name]!r}, accepted are integers >= {low} and below 2**31"
+        for name, low in least.items()
+        if name in given
+        and (
+            not isinstance(given[name], int)
+            or isinstance(given[name], bool)
+            or not low <= given[name] < 2**31
+        )
+    ]
+
+
+def _rope_problems(source: Mapping[str, Any]) -> list[str]:
+    sections = {name: source.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    found = [
+        f"{name} is {section!r}, accepted is an object"
+        for name, section in sections.items()
+        if not isinstance(section, Mapping)
+    ]
+    if found:
+        return found
+    rope, scaling = sections.values()
+    kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind != "default":
+        found.append(f"rope_scaling is of type {kind!r}, accepted is none")
+    theta = rope.get("rope_theta", source.get("rope_theta", 10000.0))
+    if not _is_number(theta) or theta <= 1:
+        found.append(f"rope_theta is {theta!r}, accepted are finite numbers > 1")
+    return found
+
+
+def _is_number(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]

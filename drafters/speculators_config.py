@@ -28,10 +28,16 @@ def block_fields(source: Mapping[str, Any]) -> dict[str, Any]:
             windows; every reason is named.
     """
     kind, found = source["speculators_model_type"], []
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         found.append(f"speculators_model_type is {kind!r}, accepted are {list(_KINDS)}")
     found += [f"{name} is missing" for name in _NEEDED if not source.get(name)]
     layers = source.get("transformer_layer_config") or {}
+    if not isinstance(layers, Mapping):
+        found.append(f"transformer_layer_config is {layers!r}, accepted is an object")
+        layers = {}
+    ids = source.get("aux_hidden_state_layer_ids") or []
+    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        found.append(f"aux_hidden_state_layer_ids is {ids!r}, accepted is a list of integers")
     vocab = layers.get("vocab_size", source.get("vocab_size"))
     if source.get("draft_vocab_size") not in (None, vocab):
         found.append(
@@ -48,6 +54,6 @@ def block_fields(source: Mapping[str, Any]) -> dict[str, Any]:
         **layers,
         **own,
         "architectures": [_KINDS[kind]],
-        "target_layer_ids": [i - 1 for i in source["aux_hidden_state_layer_ids"]],
+        "target_layer_ids": [i - 1 for i in ids],
         "sample_from_anchor": source.get("sample_from_anchor", False),
     }

@@ -21,6 +21,7 @@ from drafters import (
     load_eagle3,
 )
 from drafters.block_config import read_block_config
+from drafters.block_fields import architectures_of
 from drafters.eagle3_config import ARCHITECTURE as EAGLE3
 from drafters.speculators_config import is_speculators
 from specmla.cli.run import MakeDrafter
@@ -68,7 +69,7 @@ def drafter_from(
         names = [read_block_config(folder).architecture]
     else:
         _refuse_foreign(found, folder)
-        names = found.get("architectures") or []
+        names = architectures_of(found)
     block = next((BLOCKS[name] for name in names if name in BLOCKS), None)
     if block is not None:
         if tree and block is not DFlashDrafter:
@@ -117,7 +118,7 @@ def _refuse_foreign(found: Mapping[str, Any], folder: Path) -> None:
         CheckpointError: grouped queries elsewhere than in blocks.
     """
     heads = found.get("num_key_value_heads")
-    is_block = any(name in BLOCKS for name in found.get("architectures") or ())
+    is_block = any(name in BLOCKS for name in architectures_of(found))
     if found.get("kv_lora_rank") is None and heads is not None and not is_block:
         raise CheckpointError(
             f"{folder}: num_key_value_heads is {heads} without kv_lora_rank: grouped queries are "

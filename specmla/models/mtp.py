@@ -84,6 +84,7 @@ def load_mtp(
 
     Raises:
         CheckpointError: as `load_checkpoint`, or no MTP layer, or another target's.
+        ArgumentError: `dtype` is not a floating type.
     """
     found, config = read_config(directory), target.config
     same = (found.attention, found.moe, found.vocab_size, found.num_layers)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from specmla.errors import CheckpointError
+from specmla.errors import ArgumentError, CheckpointError
 from specmla.models.match import is_buffer, match_tensors
 from specmla.models.scales import quantization_problems
 from specmla.models.shards import CONFIG, WEIGHTS, read_headers, read_json
@@ -45,7 +45,10 @@ def load_part(
     Raises:
         CheckpointError: files are missing or damaged, tensors missing, unexpected or of another
             shape; all are named.
+        ArgumentError: `dtype` is not a floating type.
     """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ArgumentError(f"load_part: dtype is {dtype!r}, accepted are floating types")
     folder = Path(directory)
     reasons = quantization_problems(read_part_config(folder).get("quantization_config"))
     if reasons:
