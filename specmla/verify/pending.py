@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from specmla.errors import ArgumentTypeError
 from specmla.metadata import RequestKind, RequestRows
 from specmla.verify.plan import PlannedRequest
 from specmla.verify.proposal import DraftProposal
@@ -14,7 +15,15 @@ _PROMPT, _VERIFY = RequestKind.PROMPT, RequestKind.VERIFY  # looking up a member
 
 
 def batch_problems(names: Sequence[Hashable], proposal: DraftProposal | None) -> list[str]:
-    """List what is wrong with a step's names and its proposal as a whole."""
+    """List what is wrong with a step's names and its proposal as a whole.
+
+    Raises:
+        ArgumentTypeError: a proposal of another type.
+    """
+    if not isinstance(proposal, DraftProposal | None):
+        raise ArgumentTypeError(
+            f"proposal is a {type(proposal).__name__}, accepted are DraftProposal and None"
+        )
     found = []
     if not names:
         found.append("request_ids is empty, accepted is at least one active request")

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specmla.errors import ArgumentError, require
+from specmla.errors import ArgumentTypeError, require
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.sparse import SparseProbs, check_sparse
-from specmla.verify.tree import node_parents
+from specmla.verify.tree import parent_problems
 
 
 class DraftRequest(NamedTuple):
@@ -69,7 +69,9 @@ class DraftProposal:
 
         Raises:
             ArgumentError: names every field that disagrees.
+            ArgumentTypeError: fields of another type.
         """
+        self._check_types()
         b, found = len(self.request_ids), []
         if len(self.counts) != b:
             found.append(f"counts has {len(self.counts)} entries, request_ids {b}")
@@ -83,6 +85,24 @@ class DraftProposal:
             found.append(f"counts {self.counts} must lie in 0 .. K={self.tokens.shape[1]}")
         require(found + self._probs_problems() + self._parents_problems(), "DraftProposal")
 
+    def _check_types(self) -> None:
+        found = [
+            f"{name} is {getattr(self, name)!r}, accepted is a tuple"
+            for name in ("request_ids", "counts", "parents")
+            if not (name == "parents" and self.parents is None)
+            and (
+                isinstance(getattr(self, name), str) or not hasattr(getattr(self, name), "__len__")
+            )
+        ]
+        if not isinstance(self.tokens, Tensor):
+            found.append(f"tokens is a {type(self.tokens).__name__}, accepted is a tensor")
+        if not isinstance(self.probs, Tensor | SparseProbs | None):
+            found.append(
+                f"probs is a {type(self.probs).__name__}, accepted are a tensor, SparseProbs, None"
+            )
+        if found:
+            raise ArgumentTypeError("DraftProposal: " + "; ".join(found))
+
     def _parents_problems(self) -> list[str]:
         found: list[str] = []
         if self.parents is None:
@@ -92,12 +112,10 @@ class DraftProposal:
         for i, (parents, count) in enumerate(zip(self.parents, self.counts, strict=True)):
             if parents is None:
                 continue
-            if len(parents) != count:
-                found.append(f"parents[{i}] has {len(parents)} nodes, counts[{i}] is {count}")
-            try:
-                node_parents(parents)
-            except ArgumentError as error:
-                found.append(f"parents[{i}] + 1, the anchor first: {error}")
+            wrong = parent_problems(parents)
+            if not wrong and len(parents) != count:
+                wrong = [f"has {len(parents)} nodes, counts[{i}] is {count}"]
+            found += [f"parents[{i}] {problem}" for problem in wrong]
         return found
 
     def _probs_problems(self) -> list[str]:

@@ -71,8 +71,11 @@ def check_sparse(probs: SparseProbs) -> None:
 
     Raises:
         ArgumentError: ids and probs of different shapes, or C = 0.
-        ArgumentTypeError: ids that are not int64, probs that are no float32 or float64.
+        ArgumentTypeError: ids that are not int64, probs that are no float32 or float64, no tensors.
     """
+    if not isinstance(probs.ids, Tensor) or not isinstance(probs.probs, Tensor):
+        types = f"{type(probs.ids).__name__} and {type(probs.probs).__name__}"
+        raise ArgumentTypeError(f"SparseProbs: ids and probs are {types}, accepted are tensors")
     if probs.ids.dtype != torch.int64:
         raise ArgumentTypeError(f"ids has dtype {probs.ids.dtype}, accepted is torch.int64")
     if probs.probs.dtype not in (torch.float32, torch.float64):

@@ -12,6 +12,7 @@ chains and requests without drafts get tables of their own.
 from __future__ import annotations
 
 import functools
+import operator
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specmla.errors import require
 from specmla.mask import MAX_TREE_NODES, tree_bits, tree_depths
 
 MAX_DRAFT_NODES = MAX_TREE_NODES - 1
@@ -68,11 +70,41 @@ def node_parents(parents: Sequence[int]) -> tuple[int, ...]:
     """Give the row of each node's parent, of a drafter's parents (-1 for the anchor).
 
     Raises:
-        ArgumentError: more than 63 nodes, a parent outside the tree, a cycle.
+        ArgumentError: more than 63 nodes, what is no integer, a parent outside the tree, a cycle.
     """
-    rows = tuple(int(parent) + 1 for parent in parents)
-    tree_bits((-1, *rows))
-    return rows
+    require(parent_problems(parents), "node_parents")
+    return tuple(operator.index(parent) + 1 for parent in parents)
+
+
+def parent_problems(parents: object) -> list[str]:
+    """List why `parents` are not those of a drafter's nodes, with the numbers that it gave."""
+    accepted = "accepted are integers, -1 for the anchor or the place of another draft"
+    if isinstance(parents, str | bytes) or not isinstance(parents, Iterable):
+        return [f"is {parents!r}, {accepted}"]
+    given = list(parents)
+    try:
+        return list(_shape_problems(tuple(map(operator.index, given))))
+    except TypeError:
+        return [f"holds {[p for p in given if not hasattr(p, '__index__')][:8]}, {accepted}"]
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape_problems(parents: tuple[int, ...]) -> tuple[str, ...]:
+    n, found = len(parents), []
+    if n > MAX_DRAFT_NODES:
+        found.append(f"has {n} nodes, accepted are at most {MAX_DRAFT_NODES}")
+    outside = [parent for parent in parents if not -1 <= parent < n]
+    if outside:
+        found.append(f"holds {outside[:8]}, outside -1 .. {n - 1}")
+    if found:
+        return tuple(found)
+    for node in range(n):
+        at = node
+        for _ in range(n):
+            at = parents[at] if at >= 0 else at
+        if at >= 0:
+            return (f"has a cycle: draft {node} does not hang on the anchor",)
+    return ()
 
 
 @functools.lru_cache(maxsize=1024)  # drafters propose the same few shapes step after step

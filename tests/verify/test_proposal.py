@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from specmla import ArgumentError, DraftProposal, NumericsError, SamplingParams
+from specmla import (
+    ArgumentError,
+    ArgumentTypeError,
+    DraftProposal,
+    NumericsError,
+    SamplingParams,
+    SparseProbs,
+)
 from tests.verify.test_step import W, logits_for, make_step, prefilled
 
 TOKENS = torch.tensor([[1, 2]])
@@ -31,6 +38,60 @@ PROBS = torch.full((1, 2, W), 1 / W)
 def test_refusals(counts, tokens, probs, message):
     with pytest.raises(ArgumentError, match=message):
         DraftProposal(("a",), counts, tokens, probs)
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        (((-1, 0.7),), r"parents\[0\] holds \[0.7\], accepted are integers, -1 for the anchor"),
+        ((("-1", "0"),), r"parents\[0\] holds \['-1', '0'\], accepted are integers"),
+        (((float("nan"), -1),), r"parents\[0\] holds \[nan\], accepted are integers"),
+        (((None, -1),), r"parents\[0\] holds \[None\], accepted are integers"),
+        ((5,), r"parents\[0\] is 5, accepted are integers"),
+        (((1, 0),), r"parents\[0\] has a cycle: draft 0 does not hang"),
+        (((-1, 2),), r"parents\[0\] holds \[2\], outside -1 .. 1"),
+        (((-1,),), r"parents\[0\] has 1 nodes, counts\[0\] is 2"),
+    ],
+)
+def test_parents_are_named_by_the_numbers_given(parents, message):
+    with pytest.raises(ArgumentError, match=message):
+        DraftProposal(("a",), (2,), TOKENS, parents=parents)
+
+
+def test_numpy_and_torch_integers_are_parents():
+    for parents in (np.array([-1, 0]), torch.tensor([-1, 0]), [-1, 0]):
+        DraftProposal(("a",), (2,), TOKENS, parents=(parents,))
+
+
+def test_too_many_nodes_are_counted_without_the_anchor():
+    tokens = torch.ones(1, 64, dtype=torch.int64)
+    with pytest.raises(ArgumentError, match=r"parents\[0\] has 64 nodes, accepted are at most 63"):
+        DraftProposal(("a",), (64,), tokens, parents=((-1,) * 64,))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tokens": [[1, 2]]}, "tokens is a list, accepted is a tensor"),
+        ({"probs": [1]}, "probs is a list, accepted are a tensor, SparseProbs, None"),
+        ({"probs": SparseProbs([1], [1.0])}, "ids and probs are list and list"),
+        ({"request_ids": 5}, "request_ids is 5, accepted is a tuple"),
+        ({"counts": "2"}, "counts is '2', accepted is a tuple"),
+        ({"parents": 5}, "parents is 5, accepted is a tuple"),
+    ],
+)
+def test_fields_of_another_type_are_refused(fields, message):
+    given = {"request_ids": ("a",), "counts": (2,), "tokens": TOKENS, **fields}
+    with pytest.raises(ArgumentTypeError, match=message):
+        DraftProposal(**given)
+
+
+def test_what_is_no_proposal_is_refused():
+    step = make_step()
+    prefilled(step, "a")
+    with pytest.raises(ArgumentTypeError, match="proposal is a list, accepted are DraftProposal"):
+        step.plan([1])
+    step.cancel(step.plan())
 
 
 def test_numpy_counts_and_wide_probs_are_accepted():

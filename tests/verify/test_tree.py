@@ -55,11 +55,12 @@ def test_shape_says_ancestors_depths_and_elder_siblings(count: int) -> None:
 @pytest.mark.parametrize(
     ("parents", "reason"),
     [
-        ([-1] * 64, "65 nodes"),
-        ([-1, 2], "outside"),
-        ([-1, 2, 1], "cycle"),
+        ([-1] * 64, "has 64 nodes, accepted are at most 63"),
+        ([-1, 2], r"holds \[2\], outside -1 .. 1"),
+        ([-1, 2, 1], "has a cycle: draft 1 does not hang on the anchor"),
         ([0], "cycle"),
-        ([-2], "exactly once"),
+        ([-2], r"holds \[-2\], outside"),
+        ([-1, 0.7], r"holds \[0.7\], accepted are integers"),
     ],
 )
 def test_what_is_no_tree_is_refused(parents: list[int], reason: str) -> None:
