@@ -53,6 +53,13 @@ class RequestState:
             raise ArgumentTypeError(
                 f"request {request_id!r}: sampling is {sampling!r}, accepted are SamplingParams"
             )
+        if constraint is not None and not all(
+            callable(getattr(constraint, name, None)) for name in ("masks", "advance")
+        ):
+            raise ArgumentTypeError(
+                f"request {request_id!r}: constraint is {constraint!r}, accepted are None and "
+                "objects with `masks` and `advance` (TokenConstraint)"
+            )
         try:
             tokens = array("q", list(prompt))  # of bytes, array would take eight for one number
         except (TypeError, OverflowError) as error:

@@ -42,6 +42,17 @@ def test_other_parameters_are_refused():
     assert "a" not in step.blocks
 
 
+@pytest.mark.parametrize("constraint", ["x", 0, object()], ids=["text", "zero", "object"])
+def test_what_is_no_constraint_is_refused_at_once(constraint):
+    step = make_step()
+    with pytest.raises(ArgumentTypeError, match=r"constraint is .*, accepted are None and objects"):
+        step.add("a", [1], SamplingParams(), constraint)
+    assert "a" not in step.blocks
+    step.add("a", [1], SamplingParams())
+    with pytest.raises(ArgumentTypeError, match="request 'b': constraint is"):
+        step.fork("a", "b", SamplingParams(), constraint)
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
