@@ -10,7 +10,7 @@ from torch import Tensor
 from specmla.backends.base import AttentionBackend
 from specmla.batch_split import BatchRules
 from specmla.bucket import Bucket
-from specmla.budget.base import Budget, BudgetRequest
+from specmla.budget.base import Budget, BudgetRequest, chosen_counts
 from specmla.budget.fixed import FixedBudget
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
@@ -169,7 +169,7 @@ def draft_requests(
         return step.draft_requests(num_drafts, request_ids)
     most = step.draft_requests(num_drafts.max_drafts, request_ids)
     asked = [BudgetRequest(r.request_id, len(r.tokens), r.num_drafts) for r in most]
-    chosen = zip(most, num_drafts.counts(asked), strict=True)
+    chosen = zip(most, chosen_counts(num_drafts, asked), strict=True)
     return [
         r._replace(num_drafts=min(n, r.num_drafts), num_nodes=min(n, r.num_nodes))
         for r, n in chosen

@@ -11,8 +11,10 @@ place be drawn.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from numbers import Integral
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from specmla.errors import ArgumentError
 from specmla.verify.proposal import RequestResult
 
 
@@ -50,3 +52,25 @@ class Budget(Protocol):
     def reset(self, request_id: Hashable) -> None:
         """Forget a request that has ended; unknown names are ignored."""
         ...
+
+
+def chosen_counts(budget: Budget, requests: Sequence[BudgetRequest]) -> list[int]:
+    """Ask a budget for the drafts of a step and check what it says.
+
+    Raises:
+        ArgumentError: counts that are not one integer of 0 or more for each request.
+    """
+    given = budget.counts(requests)
+    try:
+        counts = list(given)
+        good = len(counts) == len(requests) and all(
+            isinstance(n, Integral) and n >= 0 for n in counts
+        )
+    except TypeError:
+        good = False
+    if not good:
+        raise ArgumentError(
+            f"counts of {type(budget).__name__} are {given!r} for {len(requests)} requests, "
+            "accepted is one integer of 0 or more for each"
+        )
+    return [int(n) for n in counts]

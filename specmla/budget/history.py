@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from numbers import Integral, Real
 
 from specmla.budget.base import BudgetRequest
 from specmla.errors import require
@@ -39,13 +40,18 @@ class HistoryBudget:
         prior: float = 0.7,
     ) -> None:
         found = []
-        if not 0 <= min_drafts <= max_drafts:
-            found.append(f"min_drafts is {min_drafts}, accepted are 0 to max_drafts={max_drafts}")
-        if not 0 <= draft_cost < float("inf"):
-            found.append(f"draft_cost is {draft_cost}, accepted are finite values of 0 or more")
+        if not isinstance(max_drafts, Integral) or max_drafts < 0:
+            found.append(f"max_drafts is {max_drafts!r}, accepted are integers of 0 or more")
+        elif not isinstance(min_drafts, Integral) or not 0 <= min_drafts <= max_drafts:
+            found.append(
+                f"min_drafts is {min_drafts!r}, accepted are integers of 0 to "
+                f"max_drafts={max_drafts}"
+            )
+        if not isinstance(draft_cost, Real) or not 0 <= draft_cost < float("inf"):
+            found.append(f"draft_cost is {draft_cost!r}, accepted are finite values of 0 or more")
         for name, value in (("decay", decay), ("prior", prior)):
-            if not 0 <= value <= 1:
-                found.append(f"{name} is {value}, accepted are 0 to 1")
+            if not isinstance(value, Real) or not 0 <= value <= 1:
+                found.append(f"{name} is {value!r}, accepted are 0 to 1")
         require(found, "HistoryBudget")
         self.max_drafts, self.min_drafts = max_drafts, min_drafts
         self.draft_cost, self.decay = draft_cost, decay

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from drafters import DraftModelDrafter, NgramDrafter
 from specmla import ArgumentError, RequestResult
-from specmla.budget.base import Budget, BudgetRequest
+from specmla.budget.base import Budget, BudgetRequest, chosen_counts
 from specmla.budget.batch_table import BatchTableBudget
 from specmla.budget.fixed import FixedBudget
 from specmla.budget.history import HistoryBudget
@@ -91,6 +92,46 @@ def test_history_refuses_all_at_once() -> None:
         HistoryBudget(2, min_drafts=3, draft_cost=-1, decay=2, prior=-1)
     for name in ("min_drafts", "draft_cost", "decay", "prior"):
         assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_drafts": 2.5},
+        {"max_drafts": "4"},
+        {"min_drafts": 0.5},
+        {"decay": "1"},
+        {"prior": None},
+    ],
+    ids=str,
+)
+def test_history_takes_integers_and_numbers(wrong) -> None:
+    name = next(iter(wrong))
+    with pytest.raises(
+        ArgumentError, match=f"HistoryBudget: {name} is {next(iter(wrong.values()))!r}"
+    ):
+        HistoryBudget(**{"max_drafts": 4, **wrong})
+
+
+class Fixed(HistoryBudget):
+    def __init__(self, given: object) -> None:
+        super().__init__(4)
+        self.given = given
+
+    def counts(self, requests: Sequence[BudgetRequest]) -> list[int]:
+        return self.given  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("given", [[1], [1, 2, 3], [1, -1], [1, 2.0], ["1", "2"], None, 2])
+def test_counts_that_do_not_fit_are_refused_by_name(given: object) -> None:
+    with pytest.raises(ArgumentError, match=r"counts of Fixed are .* for 2 requests, accepted is"):
+        chosen_counts(Fixed(given), asked("a", "b"))
+    assert chosen_counts(Fixed((3, np.int64(0))), asked("a", "b")) == [3, 0]
+
+
+def test_loop_names_a_budget_that_miscounts(model) -> None:
+    with pytest.raises(ArgumentError, match="counts of Fixed are"):
+        run(model, prompts(3, 6), NgramDrafter(VOCAB, prompt_lookup_min=1), Fixed([1] * 7))
 
 
 class Watched(HistoryBudget):
