@@ -20,13 +20,13 @@ from specmla.bench.compare_rows import (
     tree_gains,
 )
 from specmla.bench.compare_run import (
-    ComparedRun,
     Contender,
     ContenderRun,
     RunSettings,
     parts_of,
     with_seed,
 )
+from specmla.bench.continuation import ComparedRun
 from specmla.models.deepseek import DeepseekForCausalLM
 
 PLAIN = Contender("plain", None)

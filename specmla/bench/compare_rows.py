@@ -13,7 +13,8 @@ from torch import Tensor
 
 from specmla.bench.bootstrap import interval, ratios, resamples
 from specmla.bench.compare_chances import MULTI_ROUND
-from specmla.bench.compare_run import ComparedRun, Contender
+from specmla.bench.compare_run import Contender
+from specmla.bench.continuation import ComparedRun
 from specmla.verify.stats import AcceptanceStats
 
 

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from specmla.bench.compare_chances import GREEDY, MULTI_ROUND, StepChances, step_chances
+from specmla.bench.compare_chances import GREEDY, MULTI_ROUND, step_chances
+from specmla.bench.continuation import ComparedRun, Continuation
 from specmla.generate import build_step
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.states import StateCollector
 from specmla.verify.accept import LOSSLESS
-from specmla.verify.diversity import distinct_ngram_ratio
 from specmla.verify.hidden import committed_rows
 from specmla.verify.plan import StepPlan
 from specmla.verify.proposal import Drafter, DraftRequest, HiddenRows, RequestResult
 from specmla.verify.sampling import SamplingParams
-from specmla.verify.stats import AcceptanceStats
 from specmla.verify.step import VerifyStep
 
-LOOPING = 0.5
-"""A continuation with fewer distinct 4-grams than this share loops."""
 PAGE = 64
 MakeDrafter = Callable[[VerifyStep], Drafter]
 
@@ -64,54 +61,6 @@ class RunSettings:
     batch: int = 1
     seed: int = 0
     backend: str | None = None
-
-
-@dataclass
-class Continuation:
-    """One prompt's.
-
-    Attributes:
-        tokens: new ones.
-        stats: counts over its verify steps.
-        reach: by rule, sums over steps of the chance that each place is accepted.
-        overlap, overlap_weight: sums over steps of sum min(p, q) of each place times the chance
-            that token-level acceptance comes to it, and of that chance.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
-    reach: dict[str, list[float]] = field(default_factory=dict)
-    overlap: list[float] = field(default_factory=list)
-    overlap_weight: list[float] = field(default_factory=list)
-
-    @property
-    def loops(self) -> bool:
-        """Whether it repeats itself: that flatters every drafter."""
-        return distinct_ngram_ratio(self.tokens) < LOOPING
-
-    def add(self, chances: StepChances, place: int) -> None:
-        """Add the chances of one step, in which this is request `place`."""
-        for rule, rows in chances.reach.items():
-            _add(self.reach.setdefault(rule, []), rows[place])
-        base = chances.reach.get("token_level") or chances.reach.get(GREEDY)
-        if base is not None and chances.overlap[place]:
-            before = [1.0, *base[place][:-1]]
-            _add(self.overlap_weight, before)
-            pairs = zip(before, chances.overlap[place], strict=True)
-            _add(self.overlap, [weight * part for weight, part in pairs])
-
-
-@dataclass
-class ComparedRun:
-    """What one run gave: by prompt, and the seconds of decoding (chances not counted)."""
-
-    continuations: list[Continuation]
-    seconds: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Emitted tokens per second of wall time, prompts included."""
-        return sum(len(c.tokens) for c in self.continuations) / self.seconds
 
 
 class ContenderRun:
@@ -281,9 +230,3 @@ class _Loop:
 def with_seed(settings: RunSettings, turn: int) -> RunSettings:
     """Give the settings of a later turn: other seeds for every prompt."""
     return replace(settings, seed=settings.seed + 1_000_003 * turn)
-
-
-def _add(sums: list[float], more: Sequence[float]) -> None:
-    sums.extend([0.0] * (len(more) - len(sums)))
-    for place, value in enumerate(more):
-        sums[place] += value
