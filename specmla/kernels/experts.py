@@ -20,9 +20,10 @@ from torch import Tensor
 from specmla.kernels.direct import DirectKernel
 
 BLOCK_N = 64
-FEW_PAIRS, MANY_PAIRS = 16, 64
+FEW_PAIRS, MANY_PAIRS = 16, 32
 """Pairs of a tile: the larger once experts have as many on average."""
-NUM_WARPS, NUM_STAGES = 4, 2
+NUM_WARPS, NUM_STAGES = 8, 2
+"""With 4 warps, or 64 pairs, a tile of two maps spills."""
 
 
 class ExpertTiles(NamedTuple):
