@@ -74,16 +74,7 @@ def drafter_from(
     if block is not None:
         if tree and block is not DFlashDrafter:
             raise ArgumentError(f"tree is set and {str(folder)!r} is {names}, which drafts chains")
-        draft = load_block_model(folder, target)
-        if isinstance(draft, GQABlockModel):  # which no attention backend serves
-            block, backend = GQA_BLOCKS[block], None
-        pages = num_requests * (-(-(longest + draft.config.block_size) // PAGE) + 1)
-
-        def make(step: VerifyStep) -> Drafter:
-            made = block(target, draft, num_pages=pages, page_size=PAGE, backend=backend)
-            return DDTreeDrafter(made) if tree else made
-
-        return make
+        return _block_maker(block, folder, target, num_requests, longest, backend, tree)
     if EAGLE3 in names:
         if tree:
             raise ArgumentError(f"tree is set and {str(folder)!r} is an EAGLE-3 head: chains only")
@@ -109,6 +100,28 @@ def drafter_from(
     pages = num_requests * (-(-longest // PAGE) + 1)
     kind = DraftModelTreeDrafter if tree else DraftModelDrafter
     return lambda step: kind(model, num_pages=pages, backend=backend)
+
+
+def _block_maker(
+    kind: type[DFlashDrafter] | type[DSparkDrafter],
+    folder: Path,
+    target: DeepseekForCausalLM,
+    num_requests: int,
+    longest: int,
+    backend: str | None,
+    tree: bool,
+) -> MakeDrafter:
+    """Load a block drafter's network; MLA or grouped-query layers, as the checkpoint says."""
+    draft = load_block_model(folder, target)
+    if isinstance(draft, GQABlockModel):  # which no attention backend serves
+        kind, backend = GQA_BLOCKS[kind], None
+    pages = num_requests * (-(-(longest + draft.config.block_size) // PAGE) + 1)
+
+    def make(step: VerifyStep) -> Drafter:
+        made = kind(target, draft, num_pages=pages, page_size=PAGE, backend=backend)
+        return DDTreeDrafter(made) if tree else made
+
+    return make
 
 
 def _refuse_foreign(found: Mapping[str, Any], folder: Path) -> None:
