@@ -8,6 +8,8 @@ from drafters.dspark import DSparkDrafter
 from drafters.eagle3 import Eagle3Drafter
 from drafters.eagle3_model import Eagle3Model, load_eagle3, save_eagle3
 from drafters.gqa_block import GQADFlashDrafter, GQADSparkDrafter
+from drafters.gqa_eagle3 import GQAEagle3Drafter
+from drafters.gqa_eagle3_model import GQAEagle3Model
 from drafters.gqa_model import GQABlockModel
 from drafters.model_tree import DraftModelTreeDrafter
 from drafters.mtp import MTPDrafter
@@ -26,6 +28,8 @@ __all__ = [
     "GQABlockModel",
     "GQADFlashDrafter",
     "GQADSparkDrafter",
+    "GQAEagle3Drafter",
+    "GQAEagle3Model",
     "MTPDrafter",
     "NgramDrafter",
     "SuffixDrafter",

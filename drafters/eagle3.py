@@ -9,8 +9,8 @@ that is what it reports: the ids that could be drawn, each with its probability.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,10 +37,9 @@ if TYPE_CHECKING:
         DraftRequest,
         HiddenRows,
         RequestResult,
-        StepMetadata,
     )
 
-_MOST_DRAFTS = 64
+MOST_DRAFTS = 64
 
 
 class Eagle3Drafter:
@@ -48,11 +47,12 @@ class Eagle3Drafter:
 
     Args:
         model: the target, which lends its embedding.
-        draft: the head, on the same device.
+        draft: the head with an MLA layer, on the same device.
         num_pages, page_size: of the drafter's own pool.
         backend: attention backend by name, the best one if None.
 
     Raises:
+        ArgumentError: the head's layer is a grouped-query one.
         CheckpointError: a head made for another target.
         UnsupportedError: no backend can serve it.
     """
@@ -72,11 +72,11 @@ class Eagle3Drafter:
         self.model, self.draft = model, draft
         self.vocab_size, self.hidden_layers = config.vocab_size, config.target_layer_ids
         self.cache = DraftCache(
-            config.attention,
+            config.mla,
             1,
             num_pages=num_pages,
             page_size=page_size,
-            max_seq_len=model.config.max_position_embeddings + _MOST_DRAFTS,
+            max_seq_len=model.config.max_position_embeddings + MOST_DRAFTS,
             mask=DraftMask.CAUSAL,
             dtype=weight.dtype,
             device=weight.device,
@@ -107,12 +107,10 @@ class Eagle3Drafter:
         sheet = DraftSheet(wanted, anchors, self.draft.config.draft_vocab_size, self._sampling)
         chosen = sheet.fill(0, self.draft.logits(state))
         deep = [w for w in wanted if w.drafts > 1]
-        for depth, metadata in enumerate(
-            self.cache.builder.build_rounds([self._draft_rows(w) for w in deep]), start=1
-        ):
-            count = metadata.num_rows
+        for depth, tables in enumerate(self._later_rounds(deep) if deep else (), start=1):
+            count = tables.num_rows
             tokens = chosen[:count] + self.draft.d2t[chosen[:count]]
-            state = self._run(tokens, state[:count], metadata)
+            state = self._run(tokens, self.draft.carried(state[:count]), tables)
             chosen = sheet.fill(depth, self.draft.logits(state))
         for w, run in zip(wanted, runs, strict=True):
             self.cache.keep(w.request_id, run.num_known)
@@ -130,26 +128,39 @@ class Eagle3Drafter:
 
     def _first_round(self, wanted: Sequence[Wanted]) -> tuple[Tensor, Tensor]:
         """Run the rows of known states; give the last ones' output [B, D] and the anchors [B]."""
-        rows = [self._pending_rows(w) for w in wanted]
-        order = sorted(range(len(rows)), key=lambda i: rows[i].kind is RequestKind.PROMPT)
-        tokens, last = array("q"), array("q", [0]) * len(rows)
+        order = sorted(range(len(wanted)), key=lambda i: self._is_new(wanted[i]))
+        tokens, last = array("q"), array("q", [0]) * len(wanted)
         for i in order:
-            tokens.extend(wanted[i].request.tokens[-rows[i].query_len :])
+            tokens.extend(wanted[i].request.tokens[-self._log[wanted[i].request_id].num_pending :])
             last[i] = len(tokens) - 1
         anchors = array("q", [len(w.request.tokens) - 1 for w in wanted])
-        metadata = self.cache.builder.build(
-            [rows[i] for i in order], along={"tokens": tokens, "last": last, "anchors": anchors}
-        )
+        along = {"tokens": tokens, "last": last, "anchors": anchors}
+        tables = self._first_tables([wanted[i] for i in order], along)
         states = self._log.take(wanted[i].request_id for i in order)
-        fused = self.draft.fc(states.to(self.cache.rows.dtype))
-        out = self._run(metadata.along["tokens"], fused, metadata)
-        return out[metadata.along["last"]], metadata.along["anchors"]
+        fused = self.draft.fuse(states.to(self.cache.rows.dtype))
+        out = self._run(tables.along["tokens"], fused, tables)
+        return out[tables.along["last"]], tables.along["anchors"]
+
+    def _is_new(self, wanted: Wanted) -> bool:
+        """Tell whether nothing is cached of a request."""
+        run = self._log[wanted.request_id]
+        return run.stored == run.first
+
+    def _first_tables(self, ordered: Sequence[Wanted], along: Mapping[str, array[int]]) -> Any:
+        """Give the tables of the rows of known states, new requests' last.
+
+        The last row of a request is the one before the anchor's: its token is the anchor.
+        """
+        return self.cache.builder.build([self._pending_rows(w) for w in ordered], along=along)
 
     def _pending_rows(self, wanted: Wanted) -> RequestRows:
-        """Rows up to the one before the anchor's: its token is the anchor."""
         run, pages = self._log[wanted.request_id], self.cache.pages(wanted.request_id)
-        kind = RequestKind.PROMPT if run.stored == run.first else RequestKind.VERIFY
+        kind = RequestKind.PROMPT if self._is_new(wanted) else RequestKind.VERIFY
         return RequestRows(kind, run.num_pending, run.num_known, pages)
+
+    def _later_rounds(self, deep: Sequence[Wanted]) -> Iterable[Any]:
+        """Give the tables of every later depth, a row for each request that goes so deep."""
+        return self.cache.builder.build_rounds([self._draft_rows(w) for w in deep])
 
     def _draft_rows(self, wanted: Wanted) -> RequestRows:
         """All later depths: a row each."""
@@ -157,9 +168,9 @@ class Eagle3Drafter:
         pages = self.cache.pages(wanted.request_id)
         return RequestRows(RequestKind.VERIFY, count, known + count, pages)
 
-    def _run(self, tokens: Tensor, states: Tensor, metadata: StepMetadata) -> Tensor:
+    def _run(self, tokens: Tensor, states: Tensor, metadata: Any) -> Tensor:
         """Run rows [T] through the layer; [T, D] for the head and the next depth."""
-        layer, rows = self.draft.midlayer, self.cache.rows
+        layer, rows = self.draft.layer, self.cache.rows
         embedded = self.model.model.embed_tokens(tokens).to(states.dtype)
         angles = self.draft.rotary.at(metadata.positions, states.dtype)
         joined = layer.joined(embedded, states)

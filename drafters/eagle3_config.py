@@ -6,30 +6,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from drafters.eagle3_fields import FLAGS, LAYERS, MLA_HEAD, flat_fields
+from drafters.gqa_config import GQAConfig
 from specmla import ArgumentError, CheckpointError, DeepseekConfig, MLAConfig
 
-ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
-_LAYERS = "eagle_aux_hidden_state_layer_ids"
-_ONLY = {"hidden_act": "silu", "norm_before_residual": False, "norm_before_fc": False}
+ARCHITECTURE = MLA_HEAD
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Sizes of a head.
+    """Sizes of a head, and where it norms.
 
     Attributes:
-        attention: dimensions of its layer; hidden_size is the target's.
+        attention: dimensions of its layer, which say its kind; hidden_size is the target's.
         intermediate_size: of its MLP.
         vocab_size: W of the target.
         draft_vocab_size: ids that it can draft.
-        target_layer_ids: the three decoder layers of the target whose outputs it takes.
+        target_layer_ids: the decoder layers of the target whose outputs it takes; mostly three.
+        norm_before_residual: the residual stream begins with the normed state.
+        norm_before_fc: the states side by side are normed as one before they are fused.
+        fc_norm: each of them is, by itself.
+        norm_output: the state that goes to the next depth is the normed one.
     """
 
-    attention: MLAConfig
+    attention: MLAConfig | GQAConfig
     intermediate_size: int
     vocab_size: int
     draft_vocab_size: int
     target_layer_ids: tuple[int, ...]
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what can't be built.
@@ -37,60 +45,89 @@ class Eagle3Config:
         Raises:
             ArgumentError: names every field that is wrong.
         """
-        found = []
+        found, ids = [], self.target_layer_ids
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             found.append(
                 f"draft_vocab_size is {self.draft_vocab_size}, accepted are 1 .. {self.vocab_size}"
             )
-        if len(set(self.target_layer_ids)) != 3 or min(self.target_layer_ids) < 0:
-            found.append(f"target_layer_ids is {self.target_layer_ids}, accepted are three layers")
+        if not ids or len(set(ids)) != len(ids) or min(ids) < 0:
+            found.append(f"target_layer_ids is {ids}, accepted are different layers")
+        if self.norm_before_fc and self.fc_norm:
+            found.append("norm_before_fc and fc_norm are True, accepted is one of them")
         if found:
             raise ArgumentError("Eagle3Config: " + "; ".join(found))
 
-    @classmethod
-    def from_hf(cls, source: Mapping[str, Any]) -> Eagle3Config:
-        """Read a config.json.
+    @property
+    def is_gqa(self) -> bool:
+        """Whether its layer is a grouped-query one."""
+        return isinstance(self.attention, GQAConfig)
 
-        `eagle_aux_hidden_state_layer_ids` counts the layers before which states are taken: 1 stands
-        for the output of layer 0.
+    @property
+    def mla(self) -> MLAConfig:
+        """Dimensions of an MLA layer.
 
         Raises:
-            ArgumentError: another architecture, attention other than MLA, or what is not served;
-                every reason is named.
+            ArgumentError: the layer is another.
         """
-        names = source.get("architectures") or []
-        found = []
-        if ARCHITECTURE not in names:
-            found.append(f"architectures is {names!r}, accepted is [{ARCHITECTURE!r}]")
-        required = ("intermediate_size", "vocab_size", "draft_vocab_size", _LAYERS, "kv_lora_rank")
-        found += [f"{name} is missing" for name in required if source.get(name) is None]
-        found += [
-            f"{name} is {source[name]!r}, accepted is {wanted!r}"
-            for name, wanted in _ONLY.items()
-            if source.get(name, wanted) != wanted
-        ]
-        if source.get("num_hidden_layers", 1) != 1:
-            found.append(f"num_hidden_layers is {source['num_hidden_layers']}, accepted is 1")
-        if found:
+        if isinstance(self.attention, GQAConfig):
+            raise ArgumentError("attention is grouped-query, accepted here is MLA: GQAEagle3Model")
+        return self.attention
+
+    @classmethod
+    def from_hf(
+        cls, source: Mapping[str, Any], num_target_layers: int | None = None
+    ) -> Eagle3Config:
+        """Read a config.json, see `eagle3_fields` for its spellings.
+
+        Args:
+            source: the file's content.
+            num_target_layers: of the target, for a file that does not name its layers.
+
+        Raises:
+            ArgumentError: another architecture, or what is not served; every reason is named.
+        """
+        fields, found = flat_fields(source, num_target_layers)
+        attention: MLAConfig | GQAConfig | None = None
+        if not found:
+            try:
+                kind = MLAConfig if fields["is_mla"] else GQAConfig
+                attention = kind.from_hf(fields)
+            except ArgumentError as error:
+                found.append(str(error))
+        if found or attention is None:
             raise ArgumentError("Eagle3Config.from_hf: " + "; ".join(found))
         return cls(
-            attention=MLAConfig.from_hf(source),
-            intermediate_size=source["intermediate_size"],
-            vocab_size=source["vocab_size"],
-            draft_vocab_size=source["draft_vocab_size"],
-            target_layer_ids=tuple(i - 1 for i in source[_LAYERS]),
+            attention=attention,
+            intermediate_size=fields["intermediate_size"],
+            vocab_size=fields["vocab_size"],
+            draft_vocab_size=fields["draft_vocab_size"],
+            target_layer_ids=fields["target_layer_ids"],
+            **{name: fields.get(name, False) for name in FLAGS},
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Give the config.json that `from_hf` reads back."""
+        """Give the config.json that `from_hf` reads back: flat for MLA, else of speculators."""
+        own = {
+            "draft_vocab_size": self.draft_vocab_size,
+            LAYERS: [i + 1 for i in self.target_layer_ids],
+            **{name: getattr(self, name) for name in FLAGS},
+        }
+        if isinstance(self.attention, GQAConfig):
+            sizes = {
+                "vocab_size": self.vocab_size,
+                "intermediate_size": self.intermediate_size,
+                "num_hidden_layers": 1,
+                "hidden_act": "silu",
+            }
+            return own | {
+                "architectures": ["Eagle3Speculator"],
+                "speculators_model_type": "eagle3",
+                "transformer_layer_config": self.attention.to_hf() | sizes,
+            }
         decoder = DeepseekConfig(
             self.attention, 1, self.vocab_size, self.intermediate_size, 1
         ).to_hf()
-        return decoder | {
-            "architectures": [ARCHITECTURE],
-            "draft_vocab_size": self.draft_vocab_size,
-            _LAYERS: [i + 1 for i in self.target_layer_ids],
-        }
+        return decoder | own | {"architectures": [ARCHITECTURE]}
 
 
 def check_eagle3(config: Eagle3Config, target: DeepseekConfig, where: str) -> None:

@@ -1,13 +1,15 @@
 """The network of an EAGLE-3 head (arXiv:2503.01840) with an MLA layer.
 
-Three states of the target, from a low, a middle and a high layer, become one: h_i = fc [a ; b ; c].
-For the token after it, with the state in the residual stream,
+States of the target, from a low, a middle and a high layer, become one: h_i = fc [a ; b ; c]. For
+the token after it, with the state in the residual stream,
 
     y = h_i + attention [input_layernorm(Emb(t_{i+1})) ; hidden_norm(h_i)]
     g = y + mlp(post_attention_layernorm(y)),    logits of t_{i+2} = lm_head(norm(g))
 
-For later depths g takes the place of h. The head knows a part of the vocabulary only: its id j is
-the target's j + d2t[j]. Names and files are those of EAGLE-3 checkpoints, `midlayer` and all.
+For later depths g takes the place of h. Some heads norm the states before they are fused, or the
+stream where it begins, or hand norm(g) on (`Eagle3Config`). The head knows a part of the vocabulary
+only: its id j is the target's j + d2t[j]. Names and files are those of EAGLE-3 checkpoints, where
+the layer is `midlayer` or, in those of speculators, `layers.0`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -22,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafters.eagle3_config import Eagle3Config, check_eagle3
+from drafters.vocab_map import NAMES, read_offsets
 from specmla import (
     ArgumentError,
     CheckpointError,
@@ -29,23 +33,21 @@ from specmla import (
     DeepseekDecoderLayer,
     DeepseekForCausalLM,
     MLAAttention,
+    MLAConfig,
     RotaryEmbedding,
     load_part,
     read_part_config,
 )
 
 
-class Eagle3Layer(DeepseekDecoderLayer):
-    """A decoder layer whose attention looks at embedding and state side by side."""
+class HeadLayer:
+    """What a head's layer does around its attention; a decoder layer has the parts."""
 
-    def __init__(self, config: Eagle3Config) -> None:
-        dims = config.attention
-        super().__init__(DeepseekConfig(dims, 1, config.vocab_size, config.intermediate_size, 1), 0)
-        hidden = dims.hidden_size
-        self.hidden_norm = nn.RMSNorm(hidden, eps=dims.rms_norm_eps)
-        self.self_attn = MLAAttention(dataclasses.replace(dims, hidden_size=2 * hidden))
-        width = dims.num_heads * dims.v_head_dim
-        self.self_attn.o_proj = nn.Linear(width, hidden, bias=dims.attention_bias)
+    input_layernorm: Any
+    hidden_norm: nn.RMSNorm
+    post_attention_layernorm: Any
+    mlp: Any
+    norm_before_residual: bool
 
     def joined(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Give the attention's input `[..., 2 D]`."""
@@ -53,13 +55,32 @@ class Eagle3Layer(DeepseekDecoderLayer):
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Add attention `[..., D]`, then the MLP, to the residual stream."""
-        hidden = hidden + attended
-        added: Tensor = self.mlp(self.post_attention_layernorm(hidden))
-        return hidden + added
+        stream = self.hidden_norm(hidden) if self.norm_before_residual else hidden
+        stream = stream + attended
+        added: Tensor = self.mlp(self.post_attention_layernorm(stream))
+        return stream + added
+
+
+class Eagle3Layer(HeadLayer, DeepseekDecoderLayer):
+    """A decoder layer whose attention looks at embedding and state side by side."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        dims = config.mla
+        super().__init__(DeepseekConfig(dims, 1, config.vocab_size, config.intermediate_size, 1), 0)
+        hidden = dims.hidden_size
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = nn.RMSNorm(hidden, eps=dims.rms_norm_eps)
+        self.self_attn = MLAAttention(dataclasses.replace(dims, hidden_size=2 * hidden))
+        width = dims.num_heads * dims.v_head_dim
+        self.self_attn.o_proj = nn.Linear(width, hidden, bias=dims.attention_bias)
 
 
 class Eagle3Model(nn.Module):
     """Fusion, one layer and a head of its own; the embedding is the target's.
+
+    Args:
+        config: its sizes.
+        listed: the layer's name is `layers.0` rather than `midlayer`.
 
     Attributes:
         d2t: [draft_vocab_size] int64, what is added to a draft id to give the target's.
@@ -67,53 +88,94 @@ class Eagle3Model(nn.Module):
 
     d2t: Tensor
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: Eagle3Config, listed: bool = False) -> None:
         super().__init__()
         self.config = config
         hidden, eps = config.attention.hidden_size, config.attention.rms_norm_eps
-        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
-        self.midlayer = Eagle3Layer(config)
+        states = len(config.target_layer_ids)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(states * hidden, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps=eps) for _ in range(states))
+        self.fc = nn.Linear(states * hidden, hidden, bias=False)
+        if listed:
+            self.layers = nn.ModuleList([self._make_layer(config)])
+        else:
+            self.midlayer = self._make_layer(config)
         self.norm = nn.RMSNorm(hidden, eps=eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-        self.rotary = RotaryEmbedding(config.attention)
+        self.rotary = RotaryEmbedding(cast("MLAConfig", config.attention))  # has what is asked
         nothing = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
         self.register_buffer("d2t", nothing, persistent=False)
+
+    def _make_layer(self, config: Eagle3Config) -> nn.Module:
+        return Eagle3Layer(config)
+
+    @property
+    def layer(self) -> Eagle3Layer:
+        """Its layer, under either name."""
+        return cast("Eagle3Layer", self.layers[0] if hasattr(self, "layers") else self.midlayer)
 
     @property
     def target_ids(self) -> Tensor:
         """The target's id [draft_vocab_size] of every draft id."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Map states `[..., D]` to logits `[..., draft_vocab_size]`."""
-        found: Tensor = self.lm_head(self.norm(hidden))
+    def fuse(self, states: Tensor) -> Tensor:
+        """Map the target's states side by side `[..., m * D]` to one `[..., D]`."""
+        config = self.config
+        if config.norm_before_fc:
+            states = self.input_norm(states)
+        if config.fc_norm:
+            parts = states.chunk(len(self.fc_norm), dim=-1)
+            states = torch.cat([n(x) for n, x in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        fused: Tensor = self.fc(states)
+        return fused
+
+    def carried(self, out: Tensor) -> Tensor:
+        """Give what takes the state's place at the next depth, of the layer's output."""
+        return cast("Tensor", self.norm(out)) if self.config.norm_output else out
+
+    def logits(self, out: Tensor) -> Tensor:
+        """Map the layer's output `[..., D]` to logits `[..., draft_vocab_size]`."""
+        found: Tensor = self.lm_head(self.norm(out))
         return found
 
 
 def load_eagle3(
     directory: str | Path, target: DeepseekForCausalLM, dtype: torch.dtype | None = None
 ) -> Eagle3Model:
-    """Load an EAGLE-3 checkpoint with an MLA layer on the target's device.
+    """Load an EAGLE-3 checkpoint on the target's device; a `GQAEagle3Model` where its layer is a
+    grouped-query one.
 
     Raises:
         CheckpointError: damaged files, other tensors, or a config that can't be served with this
             target; every reason is named.
     """
+    folder = Path(directory)
     try:
-        config = Eagle3Config.from_hf(read_part_config(directory))
+        config = Eagle3Config.from_hf(read_part_config(folder), target.config.num_layers)
     except ArgumentError as error:
         raise CheckpointError(f"{directory}: {error}") from error
     check_eagle3(config, target.config, str(directory))
-    weight = target.model.embed_tokens.weight
+    weight, listed = target.model.embed_tokens.weight, _is_listed(folder)
     model = load_part(
-        lambda: Eagle3Model(config),
+        lambda: make_eagle3(config, listed),
         directory,
-        shared=("d2t", "t2d", "embed_tokens.weight"),
+        shared=(*NAMES, "embed_tokens.weight"),
         device=weight.device,
         dtype=dtype or weight.dtype,
     )
-    model.d2t = _read_d2t(Path(directory), config).to(weight.device)
+    offsets = read_offsets(folder, config.draft_vocab_size, config.vocab_size)
+    model.d2t = offsets.to(weight.device)
     return model
+
+
+def make_eagle3(config: Eagle3Config, listed: bool = False) -> Eagle3Model:
+    """Build the network that a config describes, with a layer of its kind."""
+    from drafters.gqa_eagle3_model import GQAEagle3Model  # which is made of this module's parts
+
+    return (GQAEagle3Model if config.is_gqa else Eagle3Model)(config, listed)
 
 
 def save_eagle3(model: Eagle3Model, directory: str | Path) -> None:
@@ -130,20 +192,13 @@ def save_eagle3(model: Eagle3Model, directory: str | Path) -> None:
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _read_d2t(folder: Path, config: Eagle3Config) -> Tensor:
-    """Read the map; without one draft ids are the target's, which takes equal vocabularies."""
+def _is_listed(folder: Path) -> bool:
+    """Tell the layer's name in the files; what is wrong with them is found when they are read."""
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            if "d2t" in file.keys():  # noqa: SIM118 - the file is no mapping
-                found: Tensor = file.get_tensor("d2t").long()
-                break
-    else:
-        found = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
-    ids = torch.arange(len(found)) + found
-    fits = len(found) == config.draft_vocab_size and len(ids.unique()) == len(ids)
-    if not fits or not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
-        raise CheckpointError(
-            f"{folder}: d2t has {len(found)} entries, accepted are {config.draft_vocab_size} that "
-            f"give different ids below {config.vocab_size}"
-        )
-    return found
+        try:
+            with safe_open(path, framework="pt") as file:
+                if any(name.startswith("layers.0.") for name in file.keys()):  # noqa: SIM118
+                    return True
+        except Exception:  # a damaged file, which load_part names
+            continue
+    return False

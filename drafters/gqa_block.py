@@ -7,7 +7,7 @@ attends densely over them and the block: no kernel of ours is needed, and none i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,12 +15,12 @@ import torch
 from drafters.block import BlockDrafter
 from drafters.block_config import check_target
 from drafters.block_model import pair_problems
-from drafters.draft_cache import DraftCache
 from drafters.dspark import DSparkDrafter
+from drafters.gqa_cache import KeyValueCache
 from drafters.gqa_config import GQAConfig
 from drafters.gqa_model import GQABlockModel
 from drafters.state_log import StateLog
-from specmla import ArgumentError, BlockManager, LatentCache, SamplingCache, send_arrays
+from specmla import ArgumentError, SamplingCache, send_arrays
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,41 +35,6 @@ class _Sent(NamedTuple):
     `table` [B * S] slots of all context, -1 after a request's end, and `lengths` [B]."""
 
     along: Mapping[str, Tensor]
-
-
-class KeyValueCache(DraftCache):
-    """Pages of [keys | values] rows; no attention backend reads them."""
-
-    def __init__(
-        self,
-        config: GQAConfig,
-        num_layers: int,
-        *,
-        num_pages: int,
-        page_size: int,
-        max_seq_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.rows = LatentCache(
-            num_layers,
-            num_pages,
-            page_size,
-            2 * config.num_kv_heads * config.head_dim,
-            dtype=dtype,
-            device=device,
-            impl="torch",
-        )
-        self.blocks = BlockManager(num_pages, page_size, prefix_caching=False)
-        self._unnamed = array("q", bytes(8 * max_seq_len))
-
-    def table(self, request_ids: Sequence[Hashable], lengths: Sequence[int]) -> array[int]:
-        """Give the slots of each request's rows, -1 up to the longest."""
-        width, found = max(lengths), array("q")
-        for name, length in zip(request_ids, lengths, strict=True):
-            found.extend(self.slots(name, 0, length))
-            found.extend([-1] * (width - length))
-        return found
 
 
 class GQABlockDrafter(BlockDrafter):

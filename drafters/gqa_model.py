@@ -25,19 +25,30 @@ if TYPE_CHECKING:
 
 
 class GQAAttention(nn.Module):
-    """Projections and dense attention of H query over G key heads of width d."""
+    """Projections and dense attention of H query over G key heads of width d.
 
-    def __init__(self, config: GQAConfig) -> None:
+    Args:
+        config: dimensions.
+        input_size: width of the rows that are projected, hidden_size if None.
+    """
+
+    def __init__(self, config: GQAConfig, input_size: int | None = None) -> None:
         super().__init__()
         hidden, width, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        given = hidden if input_size is None else input_size
         self.config = config
-        self.q_proj = nn.Linear(hidden, config.num_heads * width, bias=False)
-        self.k_proj = nn.Linear(hidden, config.num_kv_heads * width, bias=False)
-        self.v_proj = nn.Linear(hidden, config.num_kv_heads * width, bias=False)
+        self.q_proj = nn.Linear(given, config.num_heads * width, bias=False)
+        self.k_proj = nn.Linear(given, config.num_kv_heads * width, bias=False)
+        self.v_proj = nn.Linear(given, config.num_kv_heads * width, bias=False)
         self.o_proj = nn.Linear(config.num_heads * width, hidden, bias=False)
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(width, eps=eps)
             self.k_norm = nn.RMSNorm(width, eps=eps)
+
+    def query(self, rows: Tensor, angles: RopeAngles) -> Tensor:
+        """Give queries `[..., H, d]` of rows at the positions of `angles`."""
+        query = self.q_proj(rows).unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        return angles.rotate_query(self.q_norm(query) if self.config.qk_norm else query)
 
     def key_value(self, rows: Tensor, angles: RopeAngles) -> tuple[Tensor, Tensor]:
         """Give keys and values `[..., G, d]` of rows `[..., D]` at the positions of `angles`."""
@@ -57,20 +68,30 @@ class GQAAttention(nn.Module):
             context: keys and values `[B, S, G, d]`.
             mask: [B, 1, n or 1, S + n] bool, what is seen.
         """
-        config = self.config
-        query = self.q_proj(rows).unflatten(-1, (config.num_heads, config.head_dim))
-        query = angles.rotate_query(self.q_norm(query) if config.qk_norm else query)
         own = self.key_value(rows, angles)
         key, value = (torch.cat(pair, dim=1) for pair in zip(context, own, strict=True))
-        out = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            enable_gqa=True,
-        )
-        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        projected: Tensor = self.o_proj(mix_heads(self.query(rows, angles), key, value, mask))
         return projected
+
+
+def mix_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend from `[B, n, H, d]` over `[B, S, G, d]`; give the heads side by side `[B, n, H * d]`.
+
+    Args:
+        query: H / G heads in a row share a key head.
+        key: keys.
+        value: values.
+        mask: [B, 1, n or 1, S] bool, what is seen; None for the causal half, of n = S rows.
+    """
+    out = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=True,
+    )
+    return out.transpose(1, 2).flatten(2)
 
 
 class GatedMLP(nn.Module):

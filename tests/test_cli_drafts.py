@@ -94,8 +94,9 @@ def test_what_drafts_chains_gives_no_trees(kind, tmp_path):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'"),
-        ({"architectures": ["LlamaForCausalLMEagle3"], "num_key_value_heads": 2}, "is 2 without"),
+        ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle'"),
+        ({"speculators_model_type": "eagle3"}, "draft_vocab_size is missing"),
+        ({"architectures": ["LlamaForCausalLMEagle"], "num_key_value_heads": 2}, "is 2 without"),
     ],
 )
 def test_known_formats_that_are_not_served_are_named(config, reason, tmp_path):

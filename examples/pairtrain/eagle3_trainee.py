@@ -69,11 +69,11 @@ class Eagle3Trainee(MTPTrainee):
         Row i of depth d drafts token i + 2, d - 1 drafts behind its anchor; those of i < d - 1 have
         no anchor.
         """
-        target, layer = self._target, self.head.midlayer
+        target, layer = self._target, self.head.layer
         count = rows.tokens.shape[1] - 1
         positions = torch.arange(count, device=rows.tokens.device)
         angles, embedded = target.angles(positions), target.embed(rows.tokens[:, 1:])
-        hidden = self.head.fc(torch.cat([rows.states[i][:, :-1] for i in self.layers], dim=-1))
+        hidden = self.head.fuse(torch.cat([rows.states[i][:, :-1] for i in self.layers], dim=-1))
         keys, values = list[Tensor](), list[Tensor]()
         for mask in self._depth_masks(count, positions.device):
             heads = project(layer.self_attn, layer.joined(embedded, hidden), angles)

@@ -16,13 +16,16 @@ from drafters import (
     GQABlockModel,
     GQADFlashDrafter,
     GQADSparkDrafter,
+    GQAEagle3Drafter,
+    GQAEagle3Model,
     MTPDrafter,
     load_block_model,
     load_eagle3,
 )
 from drafters.block_config import read_block_config
 from drafters.block_fields import architectures_of
-from drafters.eagle3_config import ARCHITECTURE as EAGLE3
+from drafters.eagle3_fields import ARCHITECTURES as EAGLE3
+from drafters.eagle3_fields import is_eagle3
 from drafters.speculators_config import is_speculators
 from specmla.cli.run import MakeDrafter
 from specmla.errors import ArgumentError, CheckpointError
@@ -65,6 +68,10 @@ def drafter_from(
     """
     longest = min(longest, target.config.max_position_embeddings)
     found = read_part_config(folder)
+    if is_eagle3(found):
+        if tree:
+            raise ArgumentError(f"tree is set and {str(folder)!r} is an EAGLE-3 head: chains only")
+        return _head_maker(folder, target, num_requests, longest, backend)
     if is_speculators(found):
         names = [read_block_config(folder).architecture]
     else:
@@ -75,14 +82,6 @@ def drafter_from(
         if tree and block is not DFlashDrafter:
             raise ArgumentError(f"tree is set and {str(folder)!r} is {names}, which drafts chains")
         return _block_maker(block, folder, target, num_requests, longest, backend, tree)
-    if EAGLE3 in names:
-        if tree:
-            raise ArgumentError(f"tree is set and {str(folder)!r} is an EAGLE-3 head: chains only")
-        head = load_eagle3(folder, target)
-        own = num_requests * (-(-longest // PAGE) + 1)
-        return lambda step: Eagle3Drafter(
-            target, head, num_pages=own, page_size=PAGE, backend=backend
-        )
     config = read_config(folder)
     if config.num_mtp_layers and config.num_layers == target.config.num_layers:
         if tree:
@@ -100,6 +99,21 @@ def drafter_from(
     pages = num_requests * (-(-longest // PAGE) + 1)
     kind = DraftModelTreeDrafter if tree else DraftModelDrafter
     return lambda step: kind(model, num_pages=pages, backend=backend)
+
+
+def _head_maker(
+    folder: Path,
+    target: DeepseekForCausalLM,
+    num_requests: int,
+    longest: int,
+    backend: str | None,
+) -> MakeDrafter:
+    """Load an EAGLE-3 head; of an MLA or a grouped-query layer, as the checkpoint says."""
+    head, kind = load_eagle3(folder, target), Eagle3Drafter
+    if isinstance(head, GQAEagle3Model):  # which no attention backend serves
+        kind, backend = GQAEagle3Drafter, None
+    pages = num_requests * (-(-longest // PAGE) + 1)
+    return lambda step: kind(target, head, num_pages=pages, page_size=PAGE, backend=backend)
 
 
 def _block_maker(
@@ -135,5 +149,5 @@ def _refuse_foreign(found: Mapping[str, Any], folder: Path) -> None:
     if found.get("kv_lora_rank") is None and heads is not None and not is_block:
         raise CheckpointError(
             f"{folder}: num_key_value_heads is {heads} without kv_lora_rank: grouped queries are "
-            f"served of {list(BLOCKS)}"
+            f"served of {[*BLOCKS, *EAGLE3]}"
         )

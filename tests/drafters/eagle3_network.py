@@ -24,7 +24,7 @@ def eagle3_logits(target, model, tokens: list[int], drafts: list[int], first: in
     """Logits [W] for the draft after `drafts`, -inf for what the head does not know."""
     states = target_states(target, tokens, model.config.target_layer_ids)
     hidden, known = model.fc(states[first : len(tokens) - 1]), tokens[first + 1 :]
-    layer = model.midlayer
+    layer = model.layer
     for draft in [*drafts, None]:
         embedded = target.model.embed_tokens(torch.tensor(known))
         angles = model.rotary.at(torch.arange(first, first + len(known)), embedded.dtype)

@@ -12,6 +12,7 @@ from drafters import (
     DraftModelTreeDrafter,
     DSparkDrafter,
     Eagle3Drafter,
+    GQAEagle3Drafter,
     MTPDrafter,
     NgramDrafter,
     SuffixDrafter,
@@ -20,6 +21,7 @@ from specmla import DeepseekForCausalLM
 from specmla.testing import check_drafter
 from specmla.testing.check_drafter import chi_square_p
 from tests.drafters.eagle3_network import tiny_eagle3
+from tests.drafters.gqa_eagle3_network import tiny_gqa_eagle3
 from tests.drafters.networks import VOCAB, tiny_block, tiny_mtp, tiny_target
 
 
@@ -48,12 +50,15 @@ def maker(target, kind: str):
     if kind == "eagle3":
         head = tiny_eagle3(target)
         return lambda step: Eagle3Drafter(target, head, num_pages=1400, page_size=8)
+    if kind == "gqa_eagle3":
+        known = tiny_gqa_eagle3(target, norm_before_residual=True, norm_output=True)
+        return lambda step: GQAEagle3Drafter(target, known, num_pages=1400, page_size=8)
     draft = tiny_block(target, kind)
     made = {"dflash": DFlashDrafter, "dspark": DSparkDrafter}[kind]
     return lambda step: made(target, draft, num_pages=1400, page_size=8)
 
 
-KINDS = ["ngram", "suffix", "draft_model", "mtp", "eagle3", "dflash", "dspark"]
+KINDS = ["ngram", "suffix", "draft_model", "mtp", "eagle3", "gqa_eagle3", "dflash", "dspark"]
 TREES = ["suffix-tree", "model_tree", "ddtree"]
 
 

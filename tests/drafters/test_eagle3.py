@@ -150,11 +150,11 @@ def test_what_is_not_served_is_refused_by_name(target, tmp_path):
     good = json.loads(path.read_text())
     assert good["architectures"] == [ARCHITECTURE]
     assert good["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
-    bad = good | {"architectures": ["LlamaForCausalLMEagle3"], "norm_before_residual": True}
+    bad = good | {"architectures": ["LlamaForCausalLMEagle"], "norm_before_residual": "yes"}
     path.write_text(json.dumps({k: v for k, v in bad.items() if k != "draft_vocab_size"}))
     with pytest.raises(CheckpointError) as refused:
         load_eagle3(tmp_path, target)
-    for word in ("LlamaForCausalLMEagle3", "norm_before_residual", "draft_vocab_size is missing"):
+    for word in ("'LlamaForCausalLMEagle'", "norm_before_residual", "draft_vocab_size is missing"):
         assert word in str(refused.value)
     path.write_text(json.dumps(good | {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}))
     with pytest.raises(CheckpointError, match=r"target_layer_ids has \[8\]"):
