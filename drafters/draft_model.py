@@ -4,6 +4,9 @@ The first round of a step runs the tokens that the draft cache has not seen yet 
 which all drafts were accepted these are two: the last draft and the anchor), each further round one
 drafted token. The last draft's row is never computed: if it is accepted, it is the next step's
 first pending token.
+
+After `capture` all of this is one CUDA graph. It holds two pending tokens: where there are more (a
+prompt, steps without drafts in between) all but the last one are run before it.
 """
 
 from __future__ import annotations
@@ -14,11 +17,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from drafters.model_rounds import ModelRounds
 from specmla import (
+    Bucket,
+    CapturedChains,
     DraftProposal,
+    PendingRows,
     RequestKind,
     RequestRows,
     SamplingCache,
+    SamplingParams,
     Stream,
     build_step,
     processed_probs,
@@ -35,6 +43,9 @@ if TYPE_CHECKING:
         HiddenRows,
         RequestResult,
     )
+
+CAPTURED_ROWS = 2
+"""Pending tokens of a request that a graph holds: an accepted last draft, and the anchor."""
 
 
 class DraftModelDrafter:
@@ -72,6 +83,17 @@ class DraftModelDrafter:
         self._tokens: dict[Hashable, array[int]] = {}
         self._drafted: dict[Hashable, tuple[int, int]] = {}
         self._sampling = SamplingCache(self.builder.device)
+        self._chains: CapturedChains | None = None
+
+    def capture(self, buckets: Sequence[Bucket], sampling: Sequence[SamplingParams]) -> None:
+        """Draft by CUDA graphs from here on where a batch fits: see `CapturedChains` for all of it.
+
+        The tokens are those of uncaptured drafts, but for what rounding decides: a prompt's last
+        row is computed as one of a decode.
+        """
+        if self._chains is None or not self._chains.covers(buckets, sampling):
+            rounds = ModelRounds(self.model, self.cache, self.builder.backend)
+            self._chains = CapturedChains(self.builder, rounds, buckets, sampling, CAPTURED_ROWS)
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         """Draft `num_drafts` tokens for each request, drawn from the reported distribution.
@@ -94,7 +116,7 @@ class DraftModelDrafter:
             dtype = torch.promote_types(self.cache.layer(0).dtype, torch.float32)
             probs = torch.zeros(*shape, self.vocab_size, dtype=dtype, device=self.builder.device)
         self._reserve(drafted)
-        if drafted:
+        if drafted and not self._replay(drafted, tokens, probs):
             self._draft(drafted, tokens, probs)
         return DraftProposal(names, counts, tokens, probs)
 
@@ -134,6 +156,33 @@ class DraftModelDrafter:
         self.blocks.reserve(needs)
         for r, count in requests:
             self._drafted[r.request_id] = (len(r.tokens), count)
+
+    @torch.inference_mode()
+    def _replay(
+        self, drafted: Sequence[tuple[DraftRequest, int]], tokens: Tensor, probs: Tensor | None
+    ) -> bool:
+        """Do what `_draft` does by a graph; tell whether one was captured that holds the batch."""
+        if self._chains is None:
+            return False
+        batch = self._sampling.get(r.sampling for r, _ in drafted)
+        graph = self._chains.find([n for _, n in drafted], batch)
+        if graph is None:
+            return False
+        behind = [r for r, _ in drafted if self._first_rows(r).query_len > CAPTURED_ROWS]
+        if behind:
+            self._first_round([r._replace(tokens=r.tokens[:-1]) for r in behind])
+        pending = []
+        for r, n in drafted:
+            rows = self._first_rows(r)
+            fed = rows.query_len if rows.query_len <= CAPTURED_ROWS else 1
+            rows = rows._replace(kind=RequestKind.VERIFY, query_len=fed)
+            pending.append(PendingRows(rows, r.tokens[-fed:], n, len(r.tokens) - 1))
+        drawn = self._chains.run(graph, pending, batch)
+        count, width = len(drafted), tokens.shape[1]
+        tokens[:count] = drawn.tokens[:count, :width]
+        if probs is not None and drawn.probs is not None:
+            probs[:count] = drawn.probs[:count, :width]
+        return True
 
     @torch.inference_mode()
     def _draft(

@@ -28,7 +28,14 @@ from specmla import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specmla import DeepseekForCausalLM, DraftRequest, HiddenRows, RequestResult
+    from specmla import (
+        Bucket,
+        DeepseekForCausalLM,
+        DraftRequest,
+        HiddenRows,
+        RequestResult,
+        SamplingParams,
+    )
 
 
 class DraftModelTreeDrafter(DraftModelDrafter):
@@ -81,6 +88,9 @@ class DraftModelTreeDrafter(DraftModelDrafter):
         self._reserve([(r, len(plan.inner) + 1) for r, plan in drafted])
         self._plans |= {r.request_id: plan for r, plan in drafted}
         return self._draw(wanted, plans).proposal(plans, ordered)
+
+    def capture(self, buckets: Sequence[Bucket], sampling: Sequence[SamplingParams]) -> None:
+        """Capture nothing: the rows of a tree's passes differ from step to step."""
 
     def _plan(self, r: DraftRequest) -> TreePlan:
         """Choose a request's tree by its own limits; what has rows must fit the model's context."""

@@ -60,6 +60,8 @@ from specmla.rope import RopeAngles, RotaryEmbedding
 from specmla.staging import send_arrays
 from specmla.verify.captured import CapturedStep
 from specmla.verify.captured_buckets import doubling_buckets
+from specmla.verify.captured_chain_rows import PendingRows
+from specmla.verify.captured_chains import CapturedChains, ChainNetwork
 from specmla.verify.draw import sample
 from specmla.verify.hidden import committed_rows
 from specmla.verify.overlap import OverlappedStep
@@ -104,7 +106,9 @@ __all__ = [
     "CacheFormat",
     "CacheLayout",
     "Capabilities",
+    "CapturedChains",
     "CapturedStep",
+    "ChainNetwork",
     "CheckpointError",
     "ConstraintError",
     "DeepseekConfig",
@@ -132,6 +136,7 @@ __all__ = [
     "MetadataBuilder",
     "NumericsError",
     "OverlappedStep",
+    "PendingRows",
     "PoolFullError",
     "PrefillPart",
     "PrefillWorkspace",

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from specmla.bucket import Bucket
 from specmla.builder import MetadataBuilder
+from specmla.capture_buffers import CaptureBuffers
 from specmla.errors import require
 from specmla.host_tables import HostTables
 from specmla.mask import DraftMask
 from specmla.metadata import RequestKind, RequestRows, StepMetadata, VerifyPart
 from specmla.query import QueryLenSupport, RowTables
 from specmla.row_limits import RowLimits
-from specmla.staging import send
 
 _NO_SIZES: Mapping[str, int] = MappingProxyType({})
 _NO_ARRAYS: Mapping[str, array[int]] = MappingProxyType({})
@@ -38,6 +38,7 @@ class CapturedMetadata:
         builder: of the cache and the backend.
         bucket: the shape.
         along: sizes, by name, of int64 arrays of the caller that travel in the same copy.
+        table: [B, ceil(max_seq_len / G)] int32 block table of another one; its own if None.
 
     Attributes:
         along: [size] int64 on the device, by name.
@@ -47,7 +48,11 @@ class CapturedMetadata:
     """
 
     def __init__(
-        self, builder: MetadataBuilder, bucket: Bucket, along: Mapping[str, int] = _NO_SIZES
+        self,
+        builder: MetadataBuilder,
+        bucket: Bucket,
+        along: Mapping[str, int] = _NO_SIZES,
+        table: Tensor | None = None,
     ) -> None:
         has, reasons = builder.backend.capabilities, []
         if bucket.ragged and has.query_len_support is QueryLenSupport.UNIFORM:
@@ -57,17 +62,18 @@ class CapturedMetadata:
         require(reasons, "CapturedMetadata")
         self.builder, self.bucket = builder, bucket
         self._limits = RowLimits(builder.page_size, builder.num_pages, builder.max_seq_len)
-        rows = bucket.num_rows
-        self._longs = {"positions": rows, "slots": rows}
-        self._longs |= {f"along.{name}": size for name, size in along.items()}
-        self._ints = {"extent": rows, "seq_lens": bucket.num_requests, "ends": bucket.num_requests}
-        self._fixed, self._views = _fixed_buffers(self._longs, self._ints, builder.device)
+        rows, requests = bucket.num_rows, bucket.num_requests
+        longs = {"positions": rows, "slots": rows}
+        longs |= {f"along.{name}": size for name, size in along.items()}
+        ints = {"extent": rows, "seq_lens": requests, "ends": requests}
+        columns = -(-builder.max_seq_len // builder.page_size)
+        if table is None:
+            shape = (requests, columns)
+            table = torch.zeros(shape, dtype=torch.int32, device=builder.device)
+        self._buffers = CaptureBuffers(longs, ints, table)
+        self._views = self._buffers.views
         self._views["slots"].fill_(-1)
         self.along = {name: self._views[f"along.{name}"] for name in along}
-        columns = -(-builder.max_seq_len // builder.page_size)
-        self._table = torch.zeros(
-            bucket.num_requests, columns, dtype=torch.int32, device=builder.device
-        )
         self._part = self._verify_part()
 
     def for_capture(self) -> StepMetadata:
@@ -105,6 +111,18 @@ class CapturedMetadata:
             along=self.along,
         )
 
+    def rounds(self) -> CapturedMetadata:
+        """Make tables of one row a request over the same pages, for `follow` and `advance`."""
+        single = Bucket(self.bucket.num_requests, 1, self.bucket.ragged)
+        return CapturedMetadata(self.builder, single, table=self._buffers.table)
+
+    def follow(self, first: CapturedMetadata) -> None:
+        """Take the requests of `first` over, on the device, each at its last row there.
+
+        From there `advance` brings the rows that were declared to be `ahead` of those of `first`.
+        """
+        self._buffers.follow(first._buffers)
+
     def advance(self) -> None:
         """Move every request on by its next row, on the device: what a captured drafter does.
 
@@ -116,15 +134,7 @@ class CapturedMetadata:
         length = self.bucket.query_len
         wrong = [f"query_len is {length}, accepted is 1"] if length > 1 else []
         require(wrong, "CapturedMetadata.advance")
-        v, page = self._views, self.builder.page_size
-        goes_on = v["seq_lens"] < v["ends"]
-        v["seq_lens"].add_(goes_on)
-        v["extent"].copy_(v["seq_lens"])
-        v["positions"].add_(goes_on)
-        cell = v["positions"].div(page, rounding_mode="floor")
-        pages = self._table.gather(1, cell[:, None])[:, 0]
-        slots = torch.add(v["positions"], pages - cell, alpha=page)
-        v["slots"].copy_(slots.masked_fill_(~goes_on, -1))
+        self._buffers.advance(self.builder.page_size)
 
     def for_replay(
         self,
@@ -155,7 +165,7 @@ class CapturedMetadata:
         tables.add_rows(requests)
         ends = array("i", [r.seq_len for r in last])
         fixed = self._fixed_arrays(tables.arrays | {"ends": ends}, requests, along)
-        self._send(fixed, table, len(requests))
+        self._buffers.write(fixed, table, len(requests))
 
     def _problems(
         self,
@@ -181,8 +191,8 @@ class CapturedMetadata:
         arrays: Mapping[str, array[int]],
         requests: Sequence[RequestRows],
         along: Mapping[str, array[int]],
-    ) -> list[array[int]]:
-        """Give the arrays of the fixed buffer in its order, each as long as its view."""
+    ) -> dict[str, array[int]]:
+        """Give the arrays of the buffers by name, each as long as its view."""
         lens, bucket = [r.query_len for r in requests], self.bucket
         given = {f"along.{name}": values for name, values in along.items()}
         given["positions"] = bucket.spread(arrays["positions"], lens, 0)
@@ -191,19 +201,7 @@ class CapturedMetadata:
         blank = array("i", [0]) * (bucket.num_requests - len(requests))
         given["seq_lens"] = array("i", [r.seq_len for r in requests]) + blank
         given["ends"] = arrays["ends"] + blank
-        return [given[name] for name in (*self._longs, *self._ints)]
-
-    def _send(self, fixed: Sequence[array[int]], table: array[int], num_requests: int) -> None:
-        used = sum(len(values) * values.itemsize for values in fixed)
-        room = self._fixed.shape[0] * 8
-        odd = bytes(4 * (len(table) % 2))
-        raw = bytearray().join([*fixed, bytes(room - used), table, odd])
-        sent = send(torch.frombuffer(raw, dtype=torch.int64), self.builder.device)
-        self._fixed.copy_(sent[: self._fixed.shape[0]])
-        if table:
-            cells = sent[self._fixed.shape[0] :].view(torch.int32)[: len(table)]
-            cells = cells.view(num_requests, -1)
-            self._table[:num_requests, : cells.shape[1]].copy_(cells)
+        return given
 
     def _verify_part(self) -> VerifyPart:
         num, length = self.bucket.num_requests, self.bucket.query_len
@@ -211,7 +209,7 @@ class CapturedMetadata:
         return VerifyPart(
             query_start=starts * length,
             seq_lens=self._views["seq_lens"],
-            block_table=self._table,
+            block_table=self._buffers.table,
             row_extent=self._views["extent"],
             row_start=None,
             tree_bits=None,
@@ -223,18 +221,6 @@ class CapturedMetadata:
             page_size=self.builder.page_size,
             num_pages=self.builder.num_pages,
         )
-
-
-def _fixed_buffers(
-    longs: Mapping[str, int], ints: Mapping[str, int], device: torch.device
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Allocate one buffer of zeros and cut it into int64 views, then int32 ones."""
-    num_longs, num_ints = sum(longs.values()), sum(ints.values())
-    flat = torch.zeros(num_longs + -(-num_ints // 2), dtype=torch.int64, device=device)
-    views = dict(zip(longs, flat[:num_longs].split_with_sizes(list(longs.values())), strict=True))
-    rest = flat[num_longs:].view(torch.int32)[:num_ints]
-    views |= zip(ints, rest.split_with_sizes(list(ints.values())), strict=True)
-    return flat, views
 
 
 def _grown(requests: Sequence[RequestRows], ahead: Sequence[int] | None) -> list[RequestRows]:

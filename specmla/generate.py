@@ -10,10 +10,11 @@ from torch import Tensor
 from specmla.backends.base import AttentionBackend
 from specmla.batch_split import BatchRules
 from specmla.bucket import Bucket
-from specmla.budget.base import Budget, BudgetRequest, chosen_counts
+from specmla.budget.base import Budget
 from specmla.budget.fixed import FixedBudget
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
+from specmla.decode import Prompt, decode_loop
 from specmla.errors import UnsupportedError
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.moe import DeepseekMoE
@@ -21,16 +22,12 @@ from specmla.models.states import StateCollector
 from specmla.verify.accept import Rule
 from specmla.verify.captured import CapturedStep, Forward
 from specmla.verify.captured_buckets import doubling_buckets
-from specmla.verify.hidden import committed_rows
 from specmla.verify.overlap_loop import overlapped_loop
 from specmla.verify.plan import StepPlan
-from specmla.verify.proposal import Drafter, DraftRequest, RequestResult
-from specmla.verify.sampling import SamplingParams
+from specmla.verify.proposal import CapturableDrafter, Drafter, RequestResult
 from specmla.verify.step import VerifyStep
 from specmla.verify.wiring import make_builder
 from specmla.workspace import PrefillWorkspace, workspace_rows
-
-Prompt = tuple[Sequence[int], SamplingParams]
 
 
 def build_step(
@@ -81,7 +78,7 @@ def build_step(
     workspace = PrefillWorkspace(cache.width, page_size, cache.dtype, cache.device)
     workspace.claim(min(workspace_rows(limit, num_pages, page_size), cache.num_slots))
     workspace.lock()
-    builder.configure(BatchRules(workspace=workspace))
+    builder.configure(BatchRules(workspace=workspace, batch_invariant=model.batch_invariant))
     return VerifyStep(
         cache=cache,
         blocks=BlockManager(num_pages, page_size, prefix_caching=prefix_caching),
@@ -118,7 +115,8 @@ def generate(
             chooses it before each step.
         graphs: capture verifies as CUDA graphs first, in these buckets, or in `doubling_buckets`
             up to the prompts' number and K if True; prompts, trees and penalties run as they do
-            without. On a CPU the same buffers are used, without graphs.
+            without. So is drafting, of a `CapturableDrafter`. On a CPU the same buffers are used,
+            without graphs.
         overlap: plan every step before the last one's verdict has arrived (`overlapped_loop`).
 
     Raises:
@@ -132,48 +130,7 @@ def generate(
         yield from overlapped_loop(step, _forward(model, step), prompts, drafter, fixed)
         return
     runner = _make_runner(model, step, prompts, drafter, num_speculative_tokens, graphs)
-    running: list[Hashable] = []
-    try:
-        for request_id, (tokens, sampling) in prompts.items():
-            step.add(request_id, tokens, sampling)
-            running.append(request_id)
-        while running:
-            wanted = draft_requests(step, num_speculative_tokens, running) if drafter else []
-            verdict = runner.run(drafter.propose(wanted) if drafter and wanted else None, running)
-            results = step.commit(verdict.plan, verdict)
-            ended = [r.request_id for r in results if r.finish_reason]
-            running = [name for name in running if name not in ended]
-            if drafter:
-                states = runner.states
-                rows = None if states is None else committed_rows(verdict.plan, results, states)
-                drafter.observe(results, rows)
-                if isinstance(num_speculative_tokens, Budget):
-                    num_speculative_tokens.observe(results)
-                _reset(ended, drafter, num_speculative_tokens)
-            yield results
-    finally:  # an error, or a caller that stops early, leaves no request and no page behind
-        step.drop(running)
-        _reset(running, drafter, num_speculative_tokens)
-
-
-def draft_requests(
-    step: VerifyStep,
-    num_drafts: int | Mapping[Hashable, int] | Budget,
-    request_ids: Sequence[Hashable],
-) -> list[DraftRequest]:
-    """Give what a drafter may draft for, as `VerifyStep.draft_requests`, and let a budget choose K.
-
-    The budget sees names and lengths: no draft of the coming step exists yet.
-    """
-    if not isinstance(num_drafts, Budget):
-        return step.draft_requests(num_drafts, request_ids)
-    most = step.draft_requests(num_drafts.max_drafts, request_ids)
-    asked = [BudgetRequest(r.request_id, len(r.tokens), r.num_drafts) for r in most]
-    chosen = zip(most, chosen_counts(num_drafts, asked), strict=True)
-    return [
-        r._replace(num_drafts=min(n, r.num_drafts), num_nodes=min(n, r.num_nodes))
-        for r, n in chosen
-    ]
+    yield from decode_loop(runner, prompts, drafter, num_speculative_tokens)
 
 
 def _forward(model: DeepseekForCausalLM, step: VerifyStep, layers: Sequence[int] = ()) -> Forward:
@@ -202,15 +159,6 @@ def _fixed_drafts(
     return num_drafts
 
 
-def _reset(names: Sequence[Hashable], drafter: Drafter | None, budget: object) -> None:
-    """Let drafter and budget forget requests."""
-    for name in names:
-        if drafter:
-            drafter.reset(name)
-        if isinstance(budget, Budget):
-            budget.reset(name)
-
-
 def _make_runner(
     model: DeepseekForCausalLM,
     step: VerifyStep,
@@ -232,11 +180,14 @@ def _make_runner(
     budget = num_drafts if isinstance(num_drafts, Budget) else FixedBudget(num_drafts)
     most = budget.max_drafts if drafter else 0
     buckets = doubling_buckets(len(prompts), 1 + most) if graphs is True else list(graphs)
+    sampling = [params for _, params in prompts.values()]
+    if isinstance(drafter, CapturableDrafter) and any(b.query_len > 1 for b in buckets):
+        drafter.capture(buckets, sampling)
     return CapturedStep(
         step,
         forward,
         buckets,
-        sampling=[sampling for _, sampling in prompts.values()],
+        sampling=sampling,
         draft_probs=None if drafter else False,
         eager=True,
     )

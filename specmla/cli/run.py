@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from specmla.budget.base import Budget
-from specmla.generate import Prompt, build_step, generate
+from specmla.decode import Prompt
+from specmla.generate import build_step, generate
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.verify.proposal import Drafter
 from specmla.verify.sampling import SamplingParams

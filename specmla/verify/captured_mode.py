@@ -37,7 +37,7 @@ class Mode(NamedTuple):
 def modes_of(sampling: SamplingBatch, draft_probs: bool | None) -> Iterator[Mode]:
     """Give the modes of steps of such parameters, with and without distributions if None."""
     for has_probs in (False, True) if draft_probs is None else (draft_probs,):
-        yield Mode(_flags(sampling), has_probs and not sampling.all_greedy)
+        yield Mode(flags_of(sampling), has_probs and not sampling.all_greedy)
 
 
 def find_mode(
@@ -49,9 +49,9 @@ def find_mode(
     """Give the captured mode that a step has, or the reason why it has none."""
     probs = None if proposal is None else proposal.probs
     has_probs = probs is not None and not sampling.all_greedy
-    wanted = [Mode(_flags(sampling), has_probs)]
+    wanted = [Mode(flags_of(sampling), has_probs)]
     if not any(r.num_drafts for r in planned):  # no draft that a distribution would belong to
-        wanted.append(Mode(_flags(sampling), not has_probs))
+        wanted.append(Mode(flags_of(sampling), not has_probs))
     elif has_probs and probs is not None:
         dtype = probs.probs.dtype if isinstance(probs, SparseProbs) else probs.dtype
         if dtype != torch.float32:
@@ -62,6 +62,7 @@ def find_mode(
     return f"the sampling is {wanted[0]}; captured: {'; '.join(map(str, captured))}"
 
 
-def _flags(sampling: SamplingBatch) -> Flags:
+def flags_of(sampling: SamplingBatch) -> Flags:
+    """Tell what of parameters is decided on the host."""
     values = [(f.name, getattr(sampling, f.name)) for f in dataclasses.fields(sampling)]
     return tuple((name, Tensor if isinstance(v, Tensor) else v) for name, v in values)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from specmla.builder import MetadataBuilder
 from specmla.capture import CapturedMetadata
 from specmla.metadata import RequestRows, StepMetadata
 from specmla.staging import send
+from specmla.verify.captured_sampling import HeldSampling
 from specmla.verify.plan import PlannedRequest, StepPlan
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.sampling import SamplingBatch
@@ -55,18 +54,11 @@ class CapturedPlan:
         self._row_table = torch.arange(num * length, device=device).view(num, length)
         self._token_ids = torch.zeros(num, length, dtype=torch.int64, device=device)
         self._drafts = torch.full((num, length - 1), -1, device=device)
-        self._sampling: dict[str, Tensor] = {}
-        self._last: SamplingBatch | None = None
+        self._sampling = HeldSampling(num)
 
     def hold(self, sampling: SamplingBatch) -> SamplingBatch:
         """Give parameters of B requests in buffers that stay, with the flags of `sampling`."""
-        held: dict[str, Any] = {}
-        for name, given in _tensors(sampling).items():
-            if name not in self._sampling:
-                shape = (self.bucket.num_requests, *given.shape[1:])
-                self._sampling[name] = given.new_zeros(shape)
-            held[name] = self._sampling[name]
-        return dataclasses.replace(sampling, **held)
+        return self._sampling.hold(sampling)
 
     def for_capture(self, sampling: SamplingBatch, *, has_probs: bool) -> StepPlan:
         """Give the plan over the buffers: what a graph begins with.
@@ -101,10 +93,7 @@ class CapturedPlan:
         self.metadata.for_replay(rows, self._arrays(planned, missing))
         if self._drafts.shape[1]:
             self._fill_drafts(proposal)
-        if sampling is not self._last:
-            for name, given in _tensors(sampling).items():
-                self._sampling[name][: len(planned)].copy_(given)
-            self._last = sampling
+        self._sampling.fill(sampling)
         metadata = self.metadata.live(len(planned))
         has_probs = proposal is not None and proposal.probs is not None
         return self._plan(planned, metadata, sampling, has_probs=has_probs)
@@ -163,9 +152,3 @@ class CapturedPlan:
             if len(probs):  # of padding any row will do
                 out = self.draft_probs.view(-1, self.vocab_size)
                 torch.index_select(probs, 0, source.clamp(max=len(probs) - 1), out=out)
-
-
-def _tensors(sampling: SamplingBatch) -> dict[str, Tensor]:
-    """Give the fields that are tensors, [B, ...] each, by name."""
-    values = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}

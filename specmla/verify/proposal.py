@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from specmla.bucket import Bucket
 from specmla.errors import ArgumentTypeError, require
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.sparse import SparseProbs, check_sparse
@@ -229,4 +230,17 @@ class Drafter(Protocol):
 
     def reset(self, request_id: Hashable) -> None:
         """Forget a request that has ended; unknown names are ignored."""
+        ...
+
+
+@runtime_checkable
+class CapturableDrafter(Protocol):
+    """A drafter that can propose by CUDA graphs, as `generate(graphs=True)` asks it to."""
+
+    def capture(self, buckets: Sequence[Bucket], sampling: Sequence[SamplingParams]) -> None:
+        """Propose by graphs from here on, where a batch fits a bucket: 1 + K rows for K drafts.
+
+        Every kind of the parameters is captured, and that of all of them in one batch. Buckets of
+        one row hold no draft. What was captured before need not be captured again.
+        """
         ...

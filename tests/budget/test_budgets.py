@@ -13,7 +13,7 @@ from specmla.budget.base import Budget, BudgetRequest, chosen_counts
 from specmla.budget.batch_table import BatchTableBudget
 from specmla.budget.fixed import FixedBudget
 from specmla.budget.history import HistoryBudget
-from specmla.generate import draft_requests
+from specmla.decode import draft_requests
 from tests.e2e.conftest import VOCAB, make_step, prompts, run
 from tests.e2e.conftest import model as model
 

@@ -1,0 +1,89 @@
+"""What requests bring to a captured proposal, in one bucket's buffers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from specmla.bucket import Bucket
+from specmla.builder import MetadataBuilder
+from specmla.capture import CapturedMetadata
+from specmla.errors import require
+from specmla.metadata import RequestRows
+from specmla.verify.captured_sampling import HeldSampling
+from specmla.verify.sampling import SamplingBatch
+
+
+class PendingRows(NamedTuple):
+    """What one request brings to a proposal.
+
+    Attributes:
+        rows: verify rows that the network has not seen; their pages hold all later rounds too.
+        tokens: of these rows.
+        num_drafts: to be drafted, 1 or more; all but the last one get a row.
+        anchor: position of the last committed token, the key of the random numbers.
+    """
+
+    rows: RequestRows
+    tokens: Sequence[int]
+    num_drafts: int
+    anchor: int
+
+
+class HeldChains:
+    """Buffers of B requests of at most P rows each, that are drafted at most K tokens.
+
+    Args:
+        builder: of the drafter's cache and backend.
+        num_requests, num_drafts, most_rows: B, K, P.
+        states: a tensor of the width and dtype of the rows' states, None without.
+    """
+
+    def __init__(
+        self,
+        builder: MetadataBuilder,
+        num_requests: int,
+        num_drafts: int,
+        most_rows: int,
+        states: Tensor | None,
+    ) -> None:
+        self.num_requests, self.num_drafts = num_requests, num_drafts
+        rows = num_requests * most_rows
+        sizes = dict.fromkeys(("last", "anchors", "counts"), num_requests)
+        sizes |= {"tokens": rows} | ({} if states is None else {"places": rows})
+        self.first = CapturedMetadata(builder, Bucket(num_requests, most_rows), sizes)
+        self.rounds = self.first.rounds()
+        self.sampling = HeldSampling(num_requests)
+        self.states = None if states is None else states.new_zeros(rows, states.shape[-1])
+
+    def holds(self, num_drafts: Sequence[int]) -> bool:
+        """Tell whether requests of so many drafts each fit."""
+        return len(num_drafts) <= self.num_requests and max(num_drafts) <= self.num_drafts
+
+    def fill(
+        self, pending: Sequence[PendingRows], sampling: SamplingBatch, states: Tensor | None
+    ) -> None:
+        """Write what requests bring; see `CapturedChains.run`."""
+        bucket, blank = self.first.bucket, array("q", [0])
+        found = bucket.problems([p.rows.query_len for p in pending])
+        require(found, "CapturedChains.run")
+        lens = [p.rows.query_len for p in pending]
+        missing = blank * (bucket.num_requests - len(pending))
+        starts = range(0, bucket.num_rows, bucket.query_len)
+        along = {
+            "tokens": bucket.spread(array("q", [t for p in pending for t in p.tokens]), lens, 0),
+            "last": array("q", [s + n - 1 for s, n in zip(starts, lens, strict=False)]) + missing,
+            "anchors": array("q", [p.anchor for p in pending]) + missing,
+            "counts": array("q", [p.num_drafts for p in pending]) + missing,
+        }
+        if self.states is not None:
+            places = [s + i for s, n in zip(starts, lens, strict=False) for i in range(n)]
+            along["places"] = array("q", places) + blank * (bucket.num_rows - len(places))
+        self.first.for_replay([p.rows for p in pending], along, [p.num_drafts - 1 for p in pending])
+        if self.states is not None and states is not None:
+            places_sent = self.first.along["places"][: len(states)]
+            self.states.index_copy_(0, places_sent, states.to(self.states.dtype))
+        self.sampling.fill(sampling)
