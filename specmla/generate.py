@@ -78,7 +78,7 @@ def build_step(
     workspace = PrefillWorkspace(cache.width, page_size, cache.dtype, cache.device)
     workspace.claim(min(workspace_rows(limit, num_pages, page_size), cache.num_slots))
     workspace.lock()
-    builder.configure(BatchRules(workspace=workspace, batch_invariant=model.batch_invariant))
+    builder.configure(BatchRules(workspace=workspace))
     return VerifyStep(
         cache=cache,
         blocks=BlockManager(num_pages, page_size, prefix_caching=prefix_caching),
