@@ -16,7 +16,8 @@ import torch
 
 from drafters.draft_cache import DraftCache
 from drafters.eagle3_config import check_eagle3
-from drafters.sheet import DraftSheet, Wanted, split_wanted
+from drafters.sheet import DraftSheet, Wanted, drawn_proposal, split_wanted
+from drafters.state_graphs import StateGraphs, StateRounds
 from drafters.state_log import StateLog
 from specmla import (
     DraftMask,
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
 
     from drafters.eagle3_model import Eagle3Model
     from specmla import (
+        Bucket,
         DeepseekForCausalLM,
         DraftRequest,
         HiddenRows,
         RequestResult,
+        SamplingParams,
     )
 
 MOST_DRAFTS = 64
@@ -56,6 +59,8 @@ class Eagle3Drafter:
         CheckpointError: a head made for another target.
         UnsupportedError: no backend can serve it.
     """
+
+    _graphs: StateGraphs | None = None
 
     def __init__(
         self,
@@ -85,6 +90,15 @@ class Eagle3Drafter:
         )
         self._sampling = SamplingCache(weight.device)
         self._log = StateLog()
+        network = StateRounds(self._first, self._later, draft.logits)
+        width = len(config.target_layer_ids) * model.config.attention.hidden_size
+        states = model.model.embed_tokens.weight.new_empty(0, width)
+        self._graphs = StateGraphs(self.cache.builder, network, self._log, states, self._sampling)
+
+    def capture(self, buckets: Sequence[Bucket], sampling: Sequence[SamplingParams]) -> None:
+        """Draft by CUDA graphs from here on where a batch fits, see `CapturedChains`."""
+        assert self._graphs is not None
+        self._graphs.capture(buckets, sampling, windows=False)
 
     @torch.no_grad()
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
@@ -103,18 +117,31 @@ class Eagle3Drafter:
         self.cache.reserve(
             {w.request_id: r.num_pending + w.drafts - 1 for w, r in zip(wanted, runs, strict=True)}
         )
+        proposal = self._replay(wanted, others) or self._draft(wanted, others)
+        for w, run in zip(wanted, runs, strict=True):
+            self.cache.keep(w.request_id, run.num_known)
+        return self._mapped(proposal)
+
+    def _replay(
+        self, wanted: Sequence[Wanted], others: Sequence[DraftRequest]
+    ) -> DraftProposal | None:
+        """Draft by a graph, if one was captured that holds the requests."""
+        if self._graphs is None:
+            return None
+        drawn = self._graphs.run(wanted, [self._pending_rows(w) for w in wanted])
+        return None if drawn is None else drawn_proposal(wanted, others, drawn)
+
+    def _draft(self, wanted: Sequence[Wanted], others: Sequence[DraftRequest]) -> DraftProposal:
+        """Draft round by round."""
         state, anchors = self._first_round(wanted)
         sheet = DraftSheet(wanted, anchors, self.draft.config.draft_vocab_size, self._sampling)
         chosen = sheet.fill(0, self.draft.logits(state))
         deep = [w for w in wanted if w.drafts > 1]
         for depth, tables in enumerate(self._later_rounds(deep) if deep else (), start=1):
             count = tables.num_rows
-            tokens = chosen[:count] + self.draft.d2t[chosen[:count]]
-            state = self._run(tokens, self.draft.carried(state[:count]), tables)
+            state = self._later(chosen[:count], state[:count], tables)
             chosen = sheet.fill(depth, self.draft.logits(state))
-        for w, run in zip(wanted, runs, strict=True):
-            self.cache.keep(w.request_id, run.num_known)
-        return self._mapped(sheet.proposal(others))
+        return sheet.proposal(others)
 
     def observe(self, results: Sequence[RequestResult], hidden: HiddenRows | None = None) -> None:
         """Keep the target's states of what was committed."""
@@ -137,8 +164,7 @@ class Eagle3Drafter:
         along = {"tokens": tokens, "last": last, "anchors": anchors}
         tables = self._first_tables([wanted[i] for i in order], along)
         states = self._log.take(wanted[i].request_id for i in order)
-        fused = self.draft.fuse(states.to(self.cache.rows.dtype))
-        out = self._run(tables.along["tokens"], fused, tables)
+        out = self._first(tables.along["tokens"], states, tables)
         return out[tables.along["last"]], tables.along["anchors"]
 
     def _is_new(self, wanted: Wanted) -> bool:
@@ -167,6 +193,15 @@ class Eagle3Drafter:
         count, known = wanted.drafts - 1, self._log[wanted.request_id].num_known
         pages = self.cache.pages(wanted.request_id)
         return RequestRows(RequestKind.VERIFY, count, known + count, pages)
+
+    def _first(self, tokens: Tensor, states: Tensor, metadata: Any) -> Tensor:
+        """Run rows [T] on the target's states [T, F]."""
+        return self._run(tokens, self.draft.fuse(states.to(self.cache.rows.dtype)), metadata)
+
+    def _later(self, chosen: Tensor, state: Tensor, metadata: Any) -> Tensor:
+        """Run rows of drafts [B], ids of the head's vocabulary, on the head's own states."""
+        tokens = chosen + self.draft.d2t[chosen]
+        return self._run(tokens, self.draft.carried(state), metadata)
 
     def _run(self, tokens: Tensor, states: Tensor, metadata: Any) -> Tensor:
         """Run rows [T] through the layer; [T, D] for the head and the next depth."""

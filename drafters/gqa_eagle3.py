@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from drafters.eagle3_model import Eagle3Model
     from drafters.sheet import Wanted
-    from specmla import DeepseekForCausalLM
+    from specmla import Bucket, DeepseekForCausalLM, SamplingParams
 
 
 class KeyTables(NamedTuple):
@@ -102,6 +102,9 @@ class GQAEagle3Drafter(Eagle3Drafter):
             device=weight.device,
         )
         self._sampling, self._log = SamplingCache(weight.device), StateLog()
+
+    def capture(self, buckets: Sequence[Bucket], sampling: Sequence[SamplingParams]) -> None:
+        """Capture nothing: a pass gathers tables as wide as its longest request."""
 
     def _first_tables(self, ordered: Sequence[Wanted], along: Mapping[str, array[int]]) -> Any:
         cache, slots, positions = self.cache, array("q"), array("q")

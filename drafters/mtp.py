@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from drafters.sheet import DraftSheet, Wanted, split_wanted
+from drafters.sheet import DraftSheet, Wanted, drawn_proposal, split_wanted
+from drafters.state_graphs import StateGraphs, StateRounds
 from drafters.state_log import StateLog
 from specmla import (
     FINAL,
@@ -39,11 +40,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specmla import (
+        Bucket,
         DeepseekForCausalLM,
         DraftRequest,
         HiddenRows,
         MTPModule,
         RequestResult,
+        SamplingParams,
         StepMetadata,
         VerifyStep,
     )
@@ -75,6 +78,13 @@ class MTPDrafter:
         self._rotary = RotaryEmbedding(model.config.attention)
         self._sampling = SamplingCache(step.builder.device)
         self._log = StateLog()
+        network = StateRounds(self._run, self._run, model.logits)
+        states = model.model.embed_tokens.weight.new_empty(0, model.config.attention.hidden_size)
+        self._graphs = StateGraphs(step.builder, network, self._log, states, self._sampling)
+
+    def capture(self, buckets: Sequence[Bucket], sampling: Sequence[SamplingParams]) -> None:
+        """Draft by CUDA graphs from here on where a batch fits, see `CapturedChains`."""
+        self._graphs.capture(buckets, sampling, windows=self.step.blocks.prefix_caching)
 
     @torch.no_grad()
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
@@ -93,6 +103,9 @@ class MTPDrafter:
         # The rows of later depths stand where the anchor and the drafts will.
         copies = self.step.blocks.reserve({w.request_id: w.drafts for w in wanted})
         self.step.cache.copy_pages(copies)
+        drawn = self._graphs.run(wanted, [self._pending_rows(w) for w in wanted])
+        if drawn is not None:
+            return drawn_proposal(wanted, others, drawn)
         out, anchors = self._first_round(wanted)
         sheet = DraftSheet(wanted, anchors, self.vocab_size, self._sampling)
         tokens = sheet.fill(0, self.model.logits(out))

@@ -12,7 +12,7 @@ from specmla import DraftProposal, Stream, processed_probs, sample, uniforms
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specmla import DraftRequest, SamplingCache
+    from specmla import DraftRequest, DrawnChains, SamplingCache
 
 
 class Wanted(NamedTuple):
@@ -84,6 +84,23 @@ class DraftSheet:
             if probs is not None:
                 probs = torch.cat((probs, probs.new_zeros((len(others), *probs.shape[1:]))))
         return DraftProposal(tuple(names), tuple(counts), tokens, probs)
+
+
+def drawn_proposal(
+    wanted: Sequence[Wanted], others: Sequence[DraftRequest], drawn: DrawnChains
+) -> DraftProposal:
+    """Give the proposal of a captured draw, its rows those of `wanted`; a copy, to be kept."""
+    count, width = len(wanted), wanted[0].drafts
+    names = [w.request_id for w in wanted] + [r.request_id for r in others]
+    tokens = drawn.tokens.new_full((len(names), width), -1)
+    tokens[:count] = drawn.tokens[:count, :width]
+    probs = drawn.probs
+    if probs is not None:
+        kept = probs.new_zeros(len(names), width, probs.shape[2])
+        kept[:count] = probs[:count, :width]
+        probs = kept
+    counts = [w.drafts for w in wanted] + [0] * len(others)
+    return DraftProposal(tuple(names), tuple(counts), tokens, probs)
 
 
 def split_wanted(

@@ -62,6 +62,7 @@ from specmla.verify.captured import CapturedStep
 from specmla.verify.captured_buckets import doubling_buckets
 from specmla.verify.captured_chain_rows import PendingRows
 from specmla.verify.captured_chains import CapturedChains, ChainNetwork
+from specmla.verify.captured_sheet import DrawnChains
 from specmla.verify.draw import sample
 from specmla.verify.hidden import committed_rows
 from specmla.verify.overlap import OverlappedStep
@@ -119,6 +120,7 @@ __all__ = [
     "DraftRequest",
     "Drafter",
     "DraftsAhead",
+    "DrawnChains",
     "Ending",
     "FixedBudget",
     "FixedHeads",

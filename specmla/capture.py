@@ -39,6 +39,7 @@ class CapturedMetadata:
         bucket: the shape.
         along: sizes, by name, of int64 arrays of the caller that travel in the same copy.
         table: [B, ceil(max_seq_len / G)] int32 block table of another one; its own if None.
+        windows: requests may have a window start; else all rows see their request from key 0.
 
     Attributes:
         along: [size] int64 on the device, by name.
@@ -53,6 +54,8 @@ class CapturedMetadata:
         bucket: Bucket,
         along: Mapping[str, int] = _NO_SIZES,
         table: Tensor | None = None,
+        *,
+        windows: bool = False,
     ) -> None:
         has, reasons = builder.backend.capabilities, []
         if bucket.ragged and has.query_len_support is QueryLenSupport.UNIFORM:
@@ -60,12 +63,13 @@ class CapturedMetadata:
                 f"ragged is True; backend {has.name!r} is UNIFORM and accepts ragged=False"
             )
         require(reasons, "CapturedMetadata")
-        self.builder, self.bucket = builder, bucket
+        self.builder, self.bucket, self.windows = builder, bucket, windows
         self._limits = RowLimits(builder.page_size, builder.num_pages, builder.max_seq_len)
         rows, requests = bucket.num_rows, bucket.num_requests
         longs = {"positions": rows, "slots": rows}
         longs |= {f"along.{name}": size for name, size in along.items()}
         ints = {"extent": rows, "seq_lens": requests, "ends": requests}
+        ints |= {"row_start": rows, "starts": requests} if windows else {}
         columns = -(-builder.max_seq_len // builder.page_size)
         if table is None:
             shape = (requests, columns)
@@ -114,7 +118,8 @@ class CapturedMetadata:
     def rounds(self) -> CapturedMetadata:
         """Make tables of one row a request over the same pages, for `follow` and `advance`."""
         single = Bucket(self.bucket.num_requests, 1, self.bucket.ragged)
-        return CapturedMetadata(self.builder, single, table=self._buffers.table)
+        table, windows = self._buffers.table, self.windows
+        return CapturedMetadata(self.builder, single, table=table, windows=windows)
 
     def follow(self, first: CapturedMetadata) -> None:
         """Take the requests of `first` over, on the device, each at its last row there.
@@ -175,7 +180,7 @@ class CapturedMetadata:
     ) -> list[str]:
         kinds = sorted({r.kind.value for r in requests if r.kind is not RequestKind.VERIFY})
         found = [f"kind is {kinds}, captured are verifies alone"] if kinds else []
-        if any(r.parents is not None or r.window_start for r in requests):
+        if any(r.parents is not None or (r.window_start and not self.windows) for r in requests):
             found.append("a request has parents or a window, captured are causal chains from key 0")
         found += self.bucket.problems([r.query_len for r in requests])
         sizes = {name: len(values) for name, values in along.items()}
@@ -201,6 +206,10 @@ class CapturedMetadata:
         blank = array("i", [0]) * (bucket.num_requests - len(requests))
         given["seq_lens"] = array("i", [r.seq_len for r in requests]) + blank
         given["ends"] = arrays["ends"] + blank
+        if self.windows:
+            starts = array("i", [r.window_start for r in requests])
+            each = array("i", [s for s, n in zip(starts, lens, strict=True) for _ in range(n)])
+            given |= {"starts": starts + blank, "row_start": bucket.spread(each, lens, 0)}
         return given
 
     def _verify_part(self) -> VerifyPart:
@@ -211,7 +220,7 @@ class CapturedMetadata:
             seq_lens=self._views["seq_lens"],
             block_table=self._buffers.table,
             row_extent=self._views["extent"],
-            row_start=None,
+            row_start=self._views.get("row_start"),
             tree_bits=None,
             rows=None,
             mask=DraftMask.CAUSAL,

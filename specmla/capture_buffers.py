@@ -58,6 +58,9 @@ class CaptureBuffers:
             mine[name].copy_(given[name])
         torch.sub(mine["seq_lens"].long(), 1, out=mine["positions"])
         mine["positions"].clamp_(min=0)  # of a request that is not there
+        if "starts" in mine:
+            for name in ("starts", "row_start"):
+                mine[name].copy_(given["starts"])
 
     def advance(self, page_size: int) -> None:
         """Move every request on by a row, or let it stand still if it has reached its end."""

@@ -40,6 +40,7 @@ class HeldChains:
         builder: of the drafter's cache and backend.
         num_requests, num_drafts, most_rows: B, K, P.
         states: a tensor of the width and dtype of the rows' states, None without.
+        windows: requests may have a window start.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class HeldChains:
         num_drafts: int,
         most_rows: int,
         states: Tensor | None,
+        windows: bool,
     ) -> None:
         self.num_requests, self.num_drafts = num_requests, num_drafts
         rows = num_requests * most_rows
         sizes = dict.fromkeys(("last", "anchors", "counts"), num_requests)
         sizes |= {"tokens": rows} | ({} if states is None else {"places": rows})
-        self.first = CapturedMetadata(builder, Bucket(num_requests, most_rows), sizes)
+        bucket = Bucket(num_requests, most_rows)
+        self.first = CapturedMetadata(builder, bucket, sizes, windows=windows)
         self.rounds = self.first.rounds()
         self.sampling = HeldSampling(num_requests)
         self.states = None if states is None else states.new_zeros(rows, states.shape[-1])

@@ -60,6 +60,7 @@ class CapturedChains:
         sampling: parameters, of which every kind is captured, and that of all in one batch.
         most_rows: rows that a request may bring, P.
         states: a tensor of the width and dtype of the rows' states, if they have any.
+        windows: requests may have a window start, which holds for all their rounds.
 
     Raises:
         ArgumentError: no bucket of two rows or more, no sampling, `most_rows` below 1, a UNIFORM
@@ -75,6 +76,7 @@ class CapturedChains:
         sampling: Sequence[SamplingParams],
         most_rows: int,
         states: Tensor | None = None,
+        windows: bool = False,
     ) -> None:
         ordered = sorted({(b.num_requests, b.query_len) for b in buckets if b.query_len > 1})
         found = [] if ordered else ["buckets has none of two rows or more"]
@@ -84,7 +86,7 @@ class CapturedChains:
         device = builder.device
         self.network, self.most_rows = network, most_rows
         kinds = _kinds(sampling, device)
-        self._held = [HeldChains(builder, b, q - 1, most_rows, states) for b, q in ordered]
+        self._held = [HeldChains(builder, b, q - 1, most_rows, states, windows) for b, q in ordered]
         self._held.sort(key=lambda held: held.num_requests * held.num_drafts)
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         # The largest first: the others fit into the memory that it took.

@@ -54,7 +54,10 @@ def loop(target, batch, drafter, k=4, *, graphs, step=None):
     def propose(requests):
         given = real(requests)
         for i, (name, count) in enumerate(zip(given.request_ids, given.counts, strict=True)):
-            probs = None if given.probs is None else given.probs[i, :count].clone()
+            probs = (
+                given.probs if isinstance(given.probs, torch.Tensor | None) else given.probs.probs
+            )
+            probs = None if probs is None else probs[i, :count].clone()
             proposals.append((name, given.tokens[i].tolist(), count, probs))
         return given
 

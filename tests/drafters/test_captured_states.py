@@ -1,0 +1,127 @@
+"""Drafters on hidden states by captured graphs: right whatever was accepted, nothing read back."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from specmla import Bucket, SamplingParams
+from specmla.verify.captured_chains import CapturedChains
+from tests.drafters import test_eagle3, test_neural
+from tests.drafters.networks import tiny_target
+from tests.drafters.test_captured_drafts import guarded as guarded
+from tests.drafters.test_captured_drafts import loop
+from tests.e2e.conftest import make_step, prompts, run
+
+KINDS = ("mtp", "eagle3")
+BUCKETS = [Bucket(6, 5), Bucket(2, 5)]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def make(target, kind: str, **step_options):
+    """A capturing drafter whose proposals are compared with logits recomputed from nothing."""
+    if kind != "eagle3":
+        drafter, step, logits = test_neural.make(target, kind, **step_options)
+        firsts: dict = {}
+        checked = test_neural.check(drafter, logits, lambda name: firsts.get(name, 0))
+        return drafter, step, checked, firsts
+    drafter, checked, firsts = test_eagle3.make(target)
+    return drafter, make_step(target, 4, num_pages=400, **step_options), checked, firsts
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Count the replays of drafts."""
+    counts, real = [], CapturedChains.run
+
+    def counted(self, *args):
+        counts.append(args)
+        return real(self, *args)
+
+    monkeypatch.setattr(CapturedChains, "run", counted)
+    return counts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cache_is_right_after_any_history_of_acceptances(target, kind, replays):
+    batch = prompts(6)
+    plain, _ = run(target, batch)
+    whole = {name: [*given, *plain[name]] for name, (given, _) in batch.items()}
+    drafter, step, checked, _ = make(target, kind)
+    drafter.capture(BUCKETS, [SamplingParams()])
+    oracle = test_neural.Oracle(drafter, whole, lambda n, at: Random(f"{n}{at}").randrange(5))
+    tokens, history = run(
+        target, batch, oracle, {f"r{i}": (4, 4, 3, 4, 1, 4)[i] for i in range(6)}, step
+    )
+    assert tokens == plain
+    accepted = {(r.num_drafts, r.num_accepted) for results in history for r in results}
+    assert {(4, n) for n in range(5)} | {(1, 0), (1, 1)} <= accepted
+    assert checked[0] > 120
+    assert len(replays) > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_drafts_report_what_they_were_drawn_from(target, kind, replays):
+    drafter, step, checked, _ = make(target, kind)
+    drafter.capture(BUCKETS, [SamplingParams(0.5)])
+    run(target, prompts(4, temperature=0.8), drafter, 4, step)
+    assert checked[1] > 100
+    assert replays
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_shared_prefix_are_not_read(target, kind, replays):
+    """The second batch shares full pages with the first; its run begins behind them."""
+    drafter, step, checked, firsts = make(target, kind)
+    drafter.capture(BUCKETS, [SamplingParams()])
+    shared = [5, 9, 2, 7, 1, 1, 8, 3, 3, 20, 4]
+    run(target, {"a": ([*shared, 30, 31], SamplingParams(max_tokens=9))}, drafter, 3, step)
+    batch = {n: ([*shared, i], SamplingParams(max_tokens=12)) for i, n in enumerate(("b", "c"))}
+    plain, _ = run(target, batch)
+    firsts |= {"b": 8, "c": 8}
+    tokens, _ = run(target, batch, drafter, 3, step)
+    assert tokens == plain
+    assert checked[0] > 20
+    assert len(replays) > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_without_drafts_in_between(target, kind, replays):
+    drafter, step, checked, _ = make(target, kind)
+    drafter.capture(BUCKETS, [SamplingParams()])
+    turn, inner = iter(range(10_000)), drafter.propose
+    drafter.propose = lambda requests: inner([r for r in requests if next(turn) % 3 == 0])
+    plain, _ = run(target, prompts(6))
+    tokens, _ = run(target, prompts(6), drafter, 4, step)
+    assert tokens == plain
+    assert checked[0] > 100
+    assert replays
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loop_proposes_as_host_driven_rounds_do(target, kind, temperature, replays):
+    runs = []
+    for graphs in (False, True):
+        drafter, step, _, _ = make(target, kind)
+        runs.append(loop(target, prompts(5, temperature=temperature), drafter, graphs=graphs,
+                         step=step))  # fmt: skip
+    assert len(replays) > 5
+    assert runs[0][0] == runs[1][0]
+    for plain, ours in zip(runs[0][1], runs[1][1], strict=True):
+        assert ours[:3] == plain[:3]
+        if plain[3] is not None:
+            torch.testing.assert_close(ours[3], plain[3], atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_reads_nothing_back(target, kind, guarded):
+    drafter, step, _, _ = make(target, kind)
+    loop(target, prompts(3, temperature=1.0), drafter, graphs=True, step=step)
+    assert len(guarded) > 5
