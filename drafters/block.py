@@ -142,6 +142,7 @@ class BlockDrafter:
         )
         if not wanted:
             return None
+        self._log.renew(w.request_id for w in wanted)
         rows = self.draft.config.block_size
         runs = [self._log[w.request_id] for w in wanted]
         self.cache.reserve(

@@ -113,6 +113,7 @@ class Eagle3Drafter:
         if not wanted:
             empty = torch.empty(len(others), 0, dtype=torch.int64, device=self.cache.rows.device)
             return DraftProposal(tuple(r.request_id for r in others), (0,) * len(others), empty)
+        self._log.renew(w.request_id for w in wanted)
         runs = [self._log[w.request_id] for w in wanted]
         self.cache.reserve(
             {w.request_id: r.num_pending + w.drafts - 1 for w, r in zip(wanted, runs, strict=True)}

@@ -100,6 +100,7 @@ class MTPDrafter:
             device = self.step.builder.device
             empty = torch.empty(len(others), 0, dtype=torch.int64, device=device)
             return DraftProposal(tuple(r.request_id for r in others), (0,) * len(others), empty)
+        self._log.renew(w.request_id for w in wanted)
         # The rows of later depths stand where the anchor and the drafts will.
         copies = self.step.blocks.reserve({w.request_id: w.drafts for w in wanted})
         self.step.cache.copy_pages(copies)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from specmla import HiddenRows, RequestResult
 
+_FEW = 64
+
 
 @dataclass
 class KnownStates:
@@ -23,12 +25,14 @@ class KnownStates:
         stored: the first position that the drafter's cache has no true row of.
         end: the first position after the run.
         pending: states [., F] of `stored` .. `end` - 1.
+        last: [1, F], of the row before `stored`, if there was one.
     """
 
     first: int
     stored: int
     end: int
     pending: list[Tensor] = field(default_factory=list)
+    last: Tensor | None = None
 
     @property
     def num_pending(self) -> int:
@@ -79,8 +83,16 @@ class StateLog:
                     restarted.append(result.request_id)
                 run = self._runs[result.request_id] = KnownStates(start, start, start)
             run.end = start + count
-            run.pending.append(states)
+            if count:
+                run.pending.append(states)
         return restarted
+
+    def renew(self, request_ids: Iterable[Hashable]) -> None:
+        """Let the last row be run again where nothing is pending: its step came to nothing."""
+        for request_id in request_ids:
+            run = self._runs[request_id]
+            if not run.pending and run.last is not None:
+                run.pending, run.stored = [run.last], run.end - 1
 
     def take(self, request_ids: Iterable[Hashable]) -> Tensor:
         """Give the pending states [R, F] of requests, one after the other, as stored from now."""
@@ -88,6 +100,9 @@ class StateLog:
         for request_id in request_ids:
             run = self._runs[request_id]
             taken += run.pending
+            newest = run.pending[-1]
+            # A view would keep all states of a prompt.
+            run.last = newest[-1:] if len(newest) <= _FEW else newest[-1:].clone()
             run.pending, run.stored = [], run.end
         return torch.cat(taken)
 
