@@ -129,7 +129,7 @@ def generate(
         fixed = _fixed_drafts(num_speculative_tokens, graphs)
         yield from overlapped_loop(step, _forward(model, step), prompts, drafter, fixed)
         return
-    runner = _make_runner(model, step, prompts, drafter, num_speculative_tokens, graphs)
+    runner = make_runner(model, step, prompts, drafter, num_speculative_tokens, graphs)
     yield from decode_loop(runner, prompts, drafter, num_speculative_tokens)
 
 
@@ -159,7 +159,7 @@ def _fixed_drafts(
     return num_drafts
 
 
-def _make_runner(
+def make_runner(
     model: DeepseekForCausalLM,
     step: VerifyStep,
     prompts: Mapping[Hashable, Prompt],
@@ -167,7 +167,11 @@ def _make_runner(
     num_drafts: int | Mapping[Hashable, int] | Budget,
     graphs: bool | Sequence[Bucket],
 ) -> CapturedStep:
-    """Capture the steps of a run, or nothing: without buckets every step is eager."""
+    """Capture the steps of a run, or nothing: without buckets every step is eager.
+
+    Arguments and errors are those of `generate`; `decode_loop` runs any prompts of the same kinds
+    of sampling on what it gives.
+    """
     if drafter:
         step.check_drafter(drafter.vocab_size)
     forward = _forward(model, step, getattr(drafter, "hidden_layers", ()))

@@ -103,3 +103,17 @@ def test_known_formats_that_are_not_served_are_named(config, reason, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=reason):
         drafter_from(tmp_path, tiny_target(), num_requests=2, longest=40)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "model", "eagle3"])
+def test_graphs_leave_the_tokens_as_they_are(kind, tmp_path):
+    target = tiny_target()
+    save(kind, target, tmp_path)
+    make = drafter_from(tmp_path, target, num_requests=2, longest=60, backend="reference")
+    sampling = [SamplingParams(temperature, seed=3, max_tokens=20) for temperature in (0.0, 0.9)]
+    runs = [
+        run_loop(target, [[3, 1, 4], [1, 5, 9, 2, 6]], sampling, make, backend="reference",
+                 graphs=graphs)
+        for graphs in (False, True)
+    ]  # fmt: skip
+    assert runs[0].tokens == runs[1].tokens

@@ -1,4 +1,6 @@
-"""The benchmark: `python -m specmla.bench verify|accept|trees|grid|plot|layer|prefill|step|env`.
+"""The benchmark: `python -m specmla.bench COMMAND`.
+
+Commands are verify, grid, plot, layer, prefill, step, accept, trees, decode and env.
 
 Exit status: 0 if everything asked for was measured or refused with its reason, 1 if a provider's
 result is wrong (it isn't timed), 2 for bad arguments or if nothing could be measured. Bad arguments
@@ -38,6 +40,7 @@ from specmla.bench.step_command import add_step
 from specmla.bench.timing import method
 from specmla.bench.trees_command import add_trees
 from specmla.bench.verify import VerifyOptions, check_batch, run_batch
+from specmla.cli.decode import add_decode
 from specmla.errors import SpecMLAError
 from specmla.mask import DraftMask
 
@@ -87,6 +90,7 @@ def _parser() -> Parser:
     add_prefill(commands)
     add_trees(commands)
     add_accept(commands)
+    add_decode(commands)
     env = commands.add_parser("env", help="print versions, device and commit as JSON")
     env.set_defaults(run=lambda args, words: print(json.dumps(collect_env(words), indent=1)) or 0)
     return parser

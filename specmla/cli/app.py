@@ -38,6 +38,9 @@ Backend = Annotated[str | None, typer.Option(help="attention backend; the best o
 NumDrafts = Annotated[
     int, typer.Option("--num-speculative-tokens", "-k", min=0, max=63, help="drafts a step")
 ]
+Graphs = Annotated[
+    bool, typer.Option("--graphs", help="CUDA graphs of steps and, where they can be, drafts")
+]
 
 
 @app.command()
@@ -56,13 +59,15 @@ def demo(
         str,
         typer.Option(help="by comma: ngram, suffix, suffix-tree, draft_model, draft_model-tree"),
     ] = "ngram,draft_model",
+    graphs: Graphs = False,
 ) -> int:
     """Continue Python prompts with the shipped models: plain, and with each drafter of --draft."""
     from specmla.cli.demo import DemoOptions, run_demo
 
     options = DemoOptions(
-        device, num_speculative_tokens, max_tokens, temperature, seed, backend, json, plot, draft
-    )
+        device, num_speculative_tokens, max_tokens, temperature, seed, backend, json, plot, draft,
+        graphs,
+    )  # fmt: skip
     return run_demo(options)
 
 
@@ -90,6 +95,7 @@ def generate(
     tree: Annotated[
         bool, typer.Option("--tree", help="trees of as many drafts: of a draft model or DFlash")
     ] = False,
+    graphs: Graphs = False,
 ) -> int:
     """Continue a prompt with any DeepSeek-V2/V3-architecture checkpoint."""
     from specmla.cli.generate import GenerateOptions, run_generate
@@ -104,8 +110,9 @@ def generate(
         max_tokens=max_tokens,
     )
     options = GenerateOptions(
-        prompt, target, draft, num_speculative_tokens, sampling, device, dtype, backend, tree, rule
-    )
+        prompt, target, draft, num_speculative_tokens, sampling, device, dtype, backend, tree, rule,
+        graphs,
+    )  # fmt: skip
     return run_generate(options)
 
 

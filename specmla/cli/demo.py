@@ -42,6 +42,7 @@ class DemoOptions:
     json: bool
     plot: Path | None
     draft: str = "ngram,draft_model"
+    graphs: bool = False
 
     @property
     def drafts(self) -> list[str]:
@@ -114,7 +115,12 @@ def _run_all(
         for name, made in make.items():
             task = progress.add_task(name, total=len(prompts) * options.max_tokens)
             loop = partial(
-                run_loop, pair.target, prompts, num_speculative_tokens=k, backend=options.backend
+                run_loop,
+                pair.target,
+                prompts,
+                num_speculative_tokens=k,
+                backend=options.backend,
+                graphs=options.graphs,
             )
             loop(short, warm[name])  # not timed; what a drafter learns there it must not keep
             runs[name] = loop(sampling, made(), on_tokens=partial(progress.advance, task))

@@ -32,6 +32,7 @@ class GenerateOptions:
     backend: str | None
     tree: bool = False
     rule: str = "token_level"
+    graphs: bool = False
 
 
 def run_generate(options: GenerateOptions) -> int:
@@ -51,6 +52,7 @@ def run_generate(options: GenerateOptions) -> int:
         num_speculative_tokens=options.num_speculative_tokens,
         backend=options.backend,
         rule=options.rule,
+        graphs=options.graphs,
     )
     print(tokenizer.decode(run.tokens[0]))
     stats, console = run.stats, Console(stderr=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from specmla.budget.base import Budget
-from specmla.decode import Prompt
-from specmla.generate import build_step, generate
+from specmla.decode import Prompt, decode_loop
+from specmla.generate import build_step, make_runner
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.verify.proposal import Drafter
 from specmla.verify.sampling import SamplingParams
@@ -60,9 +60,12 @@ def run_loop(
     num_speculative_tokens: int | Budget = 4,
     backend: str | None = None,
     rule: str = "token_level",
+    graphs: bool = False,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Run:
     """Continue the prompts in one batch; `on_tokens` hears how many tokens each step emitted.
+
+    Graphs, if asked for, are captured before the clock starts.
 
     A function as drafter makes one beside the step, whose cache then has a layer for its rows.
     """
@@ -85,9 +88,10 @@ def run_loop(
     made = [AcceptanceStats() for _ in batch]
     run = Run([[] for _ in batch], [[] for _ in batch], made, [""] * len(batch))
     place = {name: i for i, name in enumerate(batch)}
+    runner = make_runner(model, step, batch, drafter, num_speculative_tokens, graphs)
     _synchronize(model)
     start = time.perf_counter()
-    for results in generate(model, step, batch, drafter, num_speculative_tokens):
+    for results in decode_loop(runner, batch, drafter, num_speculative_tokens):
         for result in results:
             i = place[result.request_id]
             run.tokens[i] += result.new_tokens

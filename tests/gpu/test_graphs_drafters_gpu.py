@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ pytest.importorskip("triton")
 
 from drafters import DraftModelDrafter
 from specmla import Bucket, DraftRequest, SamplingParams, build_step, generate
+from specmla.bench.__main__ import main
 from specmla.verify import captured_chains
 from tests.gpu.test_graphs_gpu import VOCAB, pool_bits, tiny
 
@@ -112,3 +115,17 @@ def test_a_captured_proposal_waits_for_nothing_and_grows_nothing(kind):
             torch.cuda.set_sync_debug_mode("default")
         reserved = reserved if turn > 2 else torch.cuda.memory_reserved()
     assert torch.cuda.memory_reserved() == reserved
+
+
+def test_the_benchmark_captures_the_shipped_pair(tmp_path):
+    """Its backend can be captured, at its own widths, and what is timed are replays."""
+    file = tmp_path / "decode.json"
+    words = ["decode", "--batches", "2", "--turns", "1", "--max-tokens", "24", "--json", str(file)]
+    assert main(words) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [r["drafter"] for r in rows] == ["plain", "ngram", "draft_model"] * 2
+    for row in rows:
+        assert row["captured"]
+        assert row["host_us"] > 0
+        assert row["tokens_per_step"] >= 1
+    assert all(r["tokens_per_step"] > 1.5 for r in rows if r["drafter"] == "draft_model")
