@@ -35,6 +35,7 @@ from specmla.errors import (
     UnsupportedError,
 )
 from specmla.generate import build_step, generate
+from specmla.invariance import make_batch_invariant
 from specmla.layer import MLAAttention
 from specmla.mask import DraftMask
 from specmla.metadata import (
@@ -184,6 +185,7 @@ __all__ = [
     "load_checkpoint",
     "load_mtp",
     "load_part",
+    "make_batch_invariant",
     "merge_attention_states",
     "pad_heads",
     "pad_vocab",

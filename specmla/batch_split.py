@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from specmla.backends.base import Capabilities
+from specmla.backends.base import AttentionBackend, Capabilities
+from specmla.chunks import fold_step
 from specmla.errors import require
 from specmla.mask import MAX_TREE_NODES, DraftMask
 from specmla.metadata import RequestKind, RequestRows
@@ -25,6 +26,9 @@ class BatchRules:
         parallel_drafting: the drafter's own passes bring 1 + 2K rows.
         workspace: prompts whose keys exceed it attend to cached context chunk by chunk through
             it; None: always in one pass, whose memory grows with the context.
+        batch_invariant: prompts, and extends of any length, fold all their keys in order, so that
+            a row's bits don't depend on the batch nor on where a prompt is cut into steps or
+            chunks (`specmla.invariance`); for backends that were built so.
 
     Raises:
         ArgumentError: a negative K, a workspace that is not locked; all reasons are listed.
@@ -33,6 +37,7 @@ class BatchRules:
     num_speculative_tokens: int = 0
     parallel_drafting: bool = False
     workspace: PrefillWorkspace | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what can't be served."""
@@ -64,15 +69,33 @@ class BatchRules:
             found.append(f"workspace.dtype is {workspace.dtype}, accepted is {dtype}")
         if workspace.device.type != device.type:
             found.append(f"workspace is on {workspace.device}, accepted is {device}")
+        least = fold_step(page_size)
+        if self.batch_invariant and workspace.num_rows < least:
+            found.append(
+                f"workspace has {workspace.num_rows} rows, accepted with batch_invariant are "
+                f"{least} or more"
+            )
         return found
+
+    def backend_problems(self, backend: AttentionBackend) -> list[str]:
+        """List why a backend, as it was built, can't serve these rules."""
+        if not self.batch_invariant or (backend.batch_invariant and backend.folds_prompts):
+            return []
+        name = backend.capabilities.name
+        return [
+            f"rules are batch_invariant; backend {name!r} has batch_invariant "
+            f"{backend.batch_invariant} and folds_prompts {backend.folds_prompts}, accepted is True"
+        ]
 
     def reorder_batch_threshold(self, has: Capabilities) -> int:
         """Give the most rows of an extend that takes the absorbed path of a backend.
 
         What the backend declares, raised to the rows of a verify, 1 + K (1 + 2K with parallel
         drafting): it serves those anyway. A SINGLE_ONLY backend reads the cache once a row, so
-        there it stays 1.
+        there it stays 1. Batch-invariant ones take that path for verifies alone: 0.
         """
+        if self.batch_invariant:
+            return 0
         if has.query_len_support is QueryLenSupport.SINGLE_ONLY:
             return 1
         drafts = self.num_speculative_tokens * (2 if self.parallel_drafting else 1)

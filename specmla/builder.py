@@ -16,6 +16,7 @@ from torch import Tensor
 from specmla.backends.base import AttentionBackend
 from specmla.batch_split import BatchRules, backend_problems, split_batch
 from specmla.errors import require
+from specmla.fold_tables import FoldTables
 from specmla.host_tables import HostTables, running_starts
 from specmla.mask import DraftMask
 from specmla.metadata import RequestKind, RequestRows, StepMetadata, VerifyPart
@@ -82,10 +83,8 @@ class MetadataBuilder:
                 declares more than one row; all reasons are listed and nothing has changed.
         """
         has = self.backend.capabilities
-        require(
-            rules.problems(has, self.page_size, self.dtype, self.device),
-            "MetadataBuilder.configure",
-        )
+        found = rules.problems(has, self.page_size, self.dtype, self.device)
+        require(found + rules.backend_problems(self.backend), "MetadataBuilder.configure")
         self.rules = rules
         self.reorder_batch_threshold = rules.reorder_batch_threshold(has)
         return self
@@ -123,7 +122,9 @@ class MetadataBuilder:
         tables.add_verify(absorbed)
         self._require_pages(tables, requests, mask)
         tables.add_rows(ordered)
-        prefill = PrefillTables(expanded, self.rules.workspace)
+        prefill: PrefillTables | FoldTables = PrefillTables(expanded, self.rules.workspace)
+        if self.rules.batch_invariant:
+            prefill = FoldTables(expanded, self.page_size, self.rules.workspace)
         prefill.add_to(tables)
         sent = tables.send(self.device, along)
         if settle is not None:

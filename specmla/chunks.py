@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from specmla.errors import require
+
+KEY_STEP = 64
+"""Keys that are folded in parts are cut at multiples of this; each block of the kernel divides it.
+"""
+
+
+def fold_step(page_size: int) -> int:
+    """Give what folded chunks begin at multiples of: whole pages and whole blocks of keys."""
+    return math.lcm(page_size, KEY_STEP)
 
 
 class ContextPiece(NamedTuple):

@@ -105,6 +105,7 @@ class OperatorBackend(AttentionBackend):
         self.backend, self.cache_key, self.token = backend, cache.key, cache.token
         self.capabilities = backend.capabilities
         self.batch_invariant, self.cache_format = backend.batch_invariant, backend.cache_format
+        self.folds_prompts = backend.folds_prompts
         self._cache = cache  # keeps the key's object alive
 
     def problems(self, need: Requirements) -> list[str]:
@@ -166,6 +167,10 @@ class OperatorBackend(AttentionBackend):
         return self.backend.forward_mha(
             query, key, value, part, softmax_scale=softmax_scale, causal=causal
         )
+
+    def fold_mha(self, *given: Any, **scale: Any) -> None:
+        """Carry prompt rows on, see `AttentionBackend.fold_mha`."""
+        self.backend.fold_mha(*given, **scale)
 
 
 def _refuse_prompts() -> None:

@@ -64,6 +64,9 @@ def build_step(
         UnsupportedError: no backend, or not the named one, can serve the model.
     """
     config = model.config
+    if model.batch_invariant and prefix_caching:
+        reason = "its pages may hold rows of verifies, which round unlike a prompt's; accepted is"
+        raise UnsupportedError("batch-invariant model", [f"prefix_caching is True: {reason} False"])
     limit = config.max_position_embeddings if max_seq_len is None else max_seq_len
     weight = model.model.embed_tokens.weight
     builder = make_builder(model, num_pages, page_size, backend, limit)
@@ -78,7 +81,7 @@ def build_step(
     workspace = PrefillWorkspace(cache.width, page_size, cache.dtype, cache.device)
     workspace.claim(min(workspace_rows(limit, num_pages, page_size), cache.num_slots))
     workspace.lock()
-    builder.configure(BatchRules(workspace=workspace))
+    builder.configure(BatchRules(workspace=workspace, batch_invariant=model.batch_invariant))
     return VerifyStep(
         cache=cache,
         blocks=BlockManager(num_pages, page_size, prefix_caching=prefix_caching),

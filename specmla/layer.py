@@ -37,10 +37,12 @@ from specmla.cache.latent import LatentCache
 from specmla.cache.projected import store_projected
 from specmla.config import MLAConfig
 from specmla.errors import require
+from specmla.invariance import step_problems
 from specmla.metadata import PrefillPart, StepMetadata, VerifyPart
 from specmla.prefill import PromptAttention
 from specmla.quant_output import QuantOutput
 from specmla.rope import RopeAngles
+from specmla.row_local import Linear, RMSNorm
 from specmla.up_projection import UpProjection
 
 # The norms of the two bottlenecks: fixed in the published models, whatever rms_norm_eps says.
@@ -51,11 +53,12 @@ class MLAAttention(nn.Module):
     """One MLA layer: projections, absorption and the two paths; the backend attends.
 
     Attributes:
+        batch_invariant: whether `make_batch_invariant` has switched it; refuses steps that are not.
         fused_store: store new rows by `store_projected`. Its kernel rounds once, so that rows may
             differ from those of three steps in the last bits; plain rows, not `as_operators`.
     """
 
-    fused_store = False
+    batch_invariant = fused_store = False
 
     def __init__(self, config: MLAConfig) -> None:
         super().__init__()
@@ -64,15 +67,15 @@ class MLAAttention(nn.Module):
         hidden, bias = config.hidden_size, config.attention_bias
         query_width = config.num_heads * config.qk_head_dim
         if config.q_lora_rank is None:
-            self.q_proj = nn.Linear(hidden, query_width, bias=False)
+            self.q_proj = Linear(hidden, query_width, bias=False)
         else:
-            self.q_a_proj = nn.Linear(hidden, config.q_lora_rank, bias=bias)
-            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=LATENT_NORM_EPS)
-            self.q_b_proj = nn.Linear(config.q_lora_rank, query_width, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, config.cache_width, bias=bias)
-        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, eps=LATENT_NORM_EPS)
+            self.q_a_proj = Linear(hidden, config.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=LATENT_NORM_EPS)
+            self.q_b_proj = Linear(config.q_lora_rank, query_width, bias=False)
+        self.kv_a_proj_with_mqa = Linear(hidden, config.cache_width, bias=bias)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps=LATENT_NORM_EPS)
         self.kv_b_proj = UpProjection(config)
-        self.o_proj = nn.Linear(config.num_heads * config.v_head_dim, hidden, bias=bias)
+        self.o_proj: nn.Linear = Linear(config.num_heads * config.v_head_dim, hidden, bias=bias)
 
     @torch.no_grad()
     def forward(
@@ -100,8 +103,8 @@ class MLAAttention(nn.Module):
             [T, D], without gradients (`forward_full` has them).
 
         Raises:
-            ArgumentError: another number of rows than `metadata` has, or rows that the cache or
-                the backend refuse.
+            ArgumentError: another number of rows than `metadata` has, rows that the cache or the
+                backend refuse, or a step that is not batch-invariant where the layer is.
         """
         attended = self.attend(hidden, angles, cache, layer_id, metadata, backend)
         projected: Tensor = self.o_proj(attended)
@@ -120,12 +123,8 @@ class MLAAttention(nn.Module):
     ) -> Tensor:
         """Do all that `forward` does before `o_proj`, for an engine that has that quantised.
 
-        Args:
-            hidden, angles, cache, layer_id, metadata, backend: as `forward`.
-            output: takes the lifted rows, quantised from the model's dtype.
-
         Returns:
-            [T, H * V], or the first T rows of the output's values.
+            [T, H * V], or the first T rows of `output`, quantised from the model's dtype.
 
         Raises:
             ArgumentError: as `forward`, or an output of too few rows, of another width or dtype;
@@ -134,6 +133,8 @@ class MLAAttention(nn.Module):
         width = self.config.num_heads * self.config.v_head_dim
         rows, one = metadata.num_rows, self.config.v_head_dim
         reasons = [] if output is None else output.problems(rows, width, hidden.dtype, one)
+        if self.batch_invariant:
+            reasons += step_problems(hidden, cache, metadata, backend, self.fused_store)
         if hidden.shape[:-1] != metadata.positions.shape:
             reasons.append(
                 f"hidden has shape {tuple(hidden.shape)}, accepted is [T={rows}, "
@@ -200,8 +201,8 @@ class MLAAttention(nn.Module):
 
         `angles` are those of positions 0 .. S - 1.
         """
-        q_nope, q_rope, kv_latent, k_rope = self._project(hidden, angles)
-        key, value = self.kv_b_proj.expand(kv_latent, k_rope)
+        q_nope, q_rope, *rows = self._project(hidden, angles)
+        key, value = self.kv_b_proj.expand(*rows)
         query = torch.cat((q_nope, q_rope), dim=-1)
         out = nn.functional.scaled_dot_product_attention(
             query.transpose(1, 2),

@@ -106,7 +106,8 @@ class PrefillPart:
     """The prompt rows of a step, as `forward_mha` takes them; causal, aligned bottom right.
 
     In one pass, the keys of a request are its cached rows, new ones included. Chunk by chunk, they
-    are its new rows alone, and `context` has the cached rows before them.
+    are its new rows alone, and `context` has the cached rows before them. Folded, there are no keys
+    here: `context` has all of them, new rows included, from the first one on and in order.
 
     Attributes:
         query_start: [B + 1] int32, first packed row of each request, from 0 within this part.
@@ -115,6 +116,9 @@ class PrefillPart:
         query_lens, seq_lens: rows and keys of each request, on the host.
         context: chunks of cached rows that these rows see in full.
         workspace: where rows are gathered if it has as many; None: into new memory.
+        folded: whether all keys are in `context`, for batch-invariant results.
+        first_extent: [B] int32, in a chunk of folded keys: how many of these the first row of each
+            request sees (below 1: none), each row one more than the row before it.
     """
 
     query_start: Tensor
@@ -124,6 +128,8 @@ class PrefillPart:
     seq_lens: tuple[int, ...]
     context: tuple[ContextPart, ...] = ()
     workspace: PrefillWorkspace | None = None
+    folded: bool = False
+    first_extent: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -133,7 +139,8 @@ class PrefillPart:
 
 @dataclass(frozen=True)
 class ContextPart:
-    """One chunk of cached context and the rows that see it, not causal: all of its keys.
+    """One chunk of cached context and the rows that see it, not causal: all of its keys. (Of
+    folded keys: those before `first_extent`.)
 
     Attributes:
         first_row, end_row: packed rows of the prompt part that it is for.

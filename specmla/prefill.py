@@ -5,7 +5,8 @@ Attention over two disjoint sets of keys is merged by their LSE (`merge_attentio
     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
 so the new rows attend to each other causally and to each chunk of the context in full, and no more
-than one chunk is up-projected at a time: what it takes does not grow with the context.
+than one chunk is up-projected at a time: what it takes does not grow with the context. For
+batch-invariant results one running softmax is carried over the chunks instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionBackend, AttentionOutput
+from specmla.backends.running import RunningSoftmax
 from specmla.metadata import ContextPart, PrefillPart
 from specmla.reference import merge_attention_states
 from specmla.workspace import PrefillWorkspace
@@ -54,6 +56,8 @@ class PromptAttention:
         Returns:
             Values [T, H, V] in the dtype of the query, and their LSE.
         """
+        if part.folded:
+            return self._folded(query, part)
         state = self._over(query, part, part.workspace, causal=True)
         if not part.context:
             return state if self.row_scale == 1.0 else self._scaled(state)
@@ -64,6 +68,20 @@ class PromptAttention:
             self._add_chunk(merged, query, chunk, part.workspace)
         out = merged.out if self.row_scale == 1.0 else merged.out.mul_(self.row_scale)
         return AttentionOutput(out.to(query.dtype), merged.lse)
+
+    def _folded(self, query: Tensor, part: PrefillPart) -> AttentionOutput:
+        """Carry one softmax over all chunks: how they are cut changes no bit."""
+        scale = self.softmax_scale * self.row_scale
+        state: RunningSoftmax | None = None
+        for chunk in part.context:
+            key, value = self._expanded(chunk.keys, part.workspace)
+            if state is None:
+                state = RunningSoftmax.start(query, value.shape[2])
+            rows = slice(chunk.first_row, chunk.end_row)
+            seen = RunningSoftmax(*(held[rows] for held in state))
+            self.backend.fold_mha(seen, query[rows], key, value, chunk.keys, softmax_scale=scale)
+        assert state is not None  # a prompt has a row, and so a key
+        return AttentionOutput(*state.finish(query.dtype, self.row_scale))
 
     def _scaled(self, state: AttentionOutput) -> AttentionOutput:
         return AttentionOutput(state.out * self.row_scale, state.lse)
@@ -91,7 +109,15 @@ class PromptAttention:
         *,
         causal: bool,
     ) -> AttentionOutput:
-        """Gather the keys of a part, up-project them and attend to them.
+        """Gather the keys of a part, up-project them and attend to them."""
+        key, value = self._expanded(part, workspace)
+        scale = self.softmax_scale * self.row_scale
+        return self.backend.forward_mha(query, key, value, part, softmax_scale=scale, causal=causal)
+
+    def _expanded(
+        self, part: PrefillPart, workspace: PrefillWorkspace | None
+    ) -> tuple[Tensor, Tensor]:
+        """Gather the keys of a part and up-project them.
 
         New rows may be more than a workspace has; their memory is the step's, not the context's.
         """
@@ -100,6 +126,4 @@ class PromptAttention:
         memory = None
         if workspace is not None and count <= workspace.num_rows:
             memory = workspace.rows(count)
-        key, value = self.expand(self.gather(slots, memory))
-        scale = self.softmax_scale * self.row_scale
-        return self.backend.forward_mha(query, key, value, part, softmax_scale=scale, causal=causal)
+        return self.expand(self.gather(slots, memory))

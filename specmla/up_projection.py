@@ -6,12 +6,13 @@ W_KVB [H * (P + V), C]: the rows of a head are its W_UK [P, C], then its W_UV [V
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specmla.config import MLAConfig
+from specmla.row_local import Linear, multiply_heads
 
 
-class UpProjection(nn.Linear):
+class UpProjection(Linear):
     """Up-projects latents; the absorbed weights are views of `weight`.
 
     They take no memory, keep its address and are never older than it.
@@ -33,11 +34,15 @@ class UpProjection(nn.Linear):
     def absorb(self, q_nope: Tensor) -> Tensor:
         """Turn queries `[T, H, P]` into queries of latents `[T, H, C]`."""
         w_uk, _ = self.absorbed_weights()
+        if self.batch_invariant:
+            return multiply_heads(q_nope, w_uk)
         return torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
 
     def lift(self, latent: Tensor) -> Tensor:
         """Turn attended latents `[T, H, C]` into values `[T, H * V]`."""
         _, w_uv_t = self.absorbed_weights()
+        if self.batch_invariant:
+            return multiply_heads(latent, w_uv_t).flatten(1)
         return torch.bmm(latent.transpose(0, 1), w_uv_t).transpose(0, 1).flatten(1)
 
     def expand(self, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:

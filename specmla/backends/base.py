@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specmla.backends.format_reasons import form_reasons, format_reasons, name_reasons
 from specmla.backends.requirements import Requirements as Requirements
+from specmla.backends.running import PromptFolding
 from specmla.backends.step_size import StepSize
 from specmla.buffers import Buffer
 from specmla.cache.formats.base import CacheFormat
@@ -73,7 +74,7 @@ class Capabilities:
     summary: str = ""
 
 
-class AttentionBackend(abc.ABC):
+class AttentionBackend(PromptFolding, abc.ABC):
     """Attends; projections, absorption and the lift belong to the layer.
 
     An implementation sets `capabilities`, which everything is checked against, and both forwards:

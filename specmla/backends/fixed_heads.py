@@ -6,6 +6,7 @@ CUTLASS MLA is one: it reads 128 heads a row whatever the model has, and writes 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class FixedHeads(AttentionBackend):
             name=f"{has.name}-{num_heads}-heads",
             summary=f"{has.name}, queries padded to {num_heads} heads",
         )
-        self.batch_invariant = backend.batch_invariant
+        self.batch_invariant, self.folds_prompts = backend.batch_invariant, backend.folds_prompts
         self.cache_format, self.query_form = backend.cache_format, backend.query_form
         self._workspace = HeadWorkspace()
 
@@ -171,3 +172,7 @@ class FixedHeads(AttentionBackend):
         return self.backend.forward_mha(
             query, key, value, part, softmax_scale=softmax_scale, causal=causal
         )
+
+    def fold_mha(self, *given: Any, **scale: Any) -> None:
+        """Carry prompt rows on, see `AttentionBackend.fold_mha`."""
+        self.backend.fold_mha(*given, **scale)

@@ -14,11 +14,14 @@ from specmla.kernels import inputs
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from specmla.backends.running import RunningSoftmax
     from specmla.metadata import PrefillPart
 
 
 class TritonPrompts(AttentionBackend):
-    """A backend whose prompts go through Triton's MHA kernel."""
+    """A backend whose prompts go through Triton's MHA kernels."""
+
+    folds_prompts = True
 
     def unavailable(self) -> list[str]:
         """Report a missing triton package."""
@@ -49,3 +52,26 @@ class TritonPrompts(AttentionBackend):
                 query, key, value, part, entry, softmax_scale=softmax_scale, causal=causal
             )
         return AttentionOutput(out, lse)
+
+    def fold_mha(
+        self,
+        state: RunningSoftmax,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        part: PrefillPart,
+        *,
+        softmax_scale: float,
+    ) -> None:
+        """Carry prompt rows on over more keys; see `AttentionBackend.fold_mha`.
+
+        Raises:
+            ArgumentError: shapes, dtypes or strides that can't be taken; all are listed.
+        """
+        from specmla.kernels.fold import fold_keys
+        from specmla.kernels.prefill import find_prefill_entry
+
+        require(inputs.mha_problems(query, key, value, part), f"{type(self).__name__}.fold_mha")
+        entry = find_prefill_entry(query, value, "fold")
+        with torch.cuda.device_of(query):
+            fold_keys(state, query, key, value, part, entry, softmax_scale=softmax_scale)

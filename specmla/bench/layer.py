@@ -13,7 +13,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import torch
 
 from specmla.backends.base import AttentionBackend
 from specmla.backends.select import select_backend
+from specmla.batch_split import BatchRules
 from specmla.bench.layer_calls import PARTS, WHOLE, LayerCalls
 from specmla.bench.points import Point
 from specmla.bench.sample import sampled_oracle
@@ -31,6 +32,7 @@ from specmla.builder import MetadataBuilder
 from specmla.cache.latent import LatentCache
 from specmla.config import MLAConfig
 from specmla.errors import SpecMLAError
+from specmla.invariance import make_batch_invariant
 from specmla.layer import MLAAttention
 from specmla.metadata import StepMetadata
 
@@ -43,7 +45,8 @@ class WrongResultError(SpecMLAError):
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What is run: dims of the layer, G, backend (the best if None), dtype, device, repetitions."""
+    """What is run: dims of the layer, G, backend (the best if None), dtype, device, repetitions,
+    and whether the results are batch-invariant."""
 
     dims: MLAConfig
     page_size: int
@@ -52,6 +55,7 @@ class LayerOptions:
     device: torch.device
     reps: int
     seed: int = 0
+    batch_invariant: bool = False
 
 
 class _Inputs(NamedTuple):
@@ -83,6 +87,7 @@ def measure_layer(batch: str, options: LayerOptions) -> list[dict[str, Any]]:
         "dtype": str(options.dtype).removeprefix("torch."),
         "device": options.device.type,
         "backend": inputs.backend.capabilities.name,
+        "batch_invariant": options.batch_invariant,
         "rel_err": rel_err,
         "plan_us": inputs.plan_us,
     }
@@ -142,7 +147,8 @@ def _make_inputs(batch: str, options: LayerOptions) -> _Inputs:
         options.dtype, dims.kv_lora_rank, dims.qk_rope_head_dim, device, options.seed
     )
     work = make_workload(point, make_pool([point], sizes), sizes)
-    backend = select_backend(requirements(work.case), options.backend)
+    need = replace(requirements(work.case), batch_invariant=options.batch_invariant)
+    backend = select_backend(need, options.backend)
     builder = MetadataBuilder(
         backend=backend,
         page_size=options.page_size,
@@ -154,7 +160,10 @@ def _make_inputs(batch: str, options: LayerOptions) -> _Inputs:
         dtype=options.dtype,
     )
     weight_bytes = dims.num_heads * (dims.qk_nope_head_dim + dims.v_head_dim) * dims.kv_lora_rank
+    builder.configure(BatchRules(batch_invariant=options.batch_invariant))
     first = MLAAttention(dims).to(device, options.dtype)
+    if options.batch_invariant:
+        make_batch_invariant(first)
     more = num_copies(weight_bytes * options.dtype.itemsize, device) - 1
     return _Inputs(
         work,

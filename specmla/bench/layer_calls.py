@@ -91,8 +91,7 @@ class LayerCalls(NamedTuple):
 
     def absorb(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
         """Multiply the queries by W_UK."""
-        w_uk, _ = layer.absorbed_weights()
-        return torch.bmm(self.q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+        return layer.kv_b_proj.absorb(self.q_nope)
 
     def attend(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
         """Attend over the cache."""
@@ -100,12 +99,12 @@ class LayerCalls(NamedTuple):
 
     def lift(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
         """Multiply latents by W_UV."""
-        return self._lift(self.latent, layer)
+        return layer.kv_b_proj.lift(self.latent)
 
     def four(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
         """Do all four, each with what the one before it gave."""
         self.store(layer, cache)
-        return self._lift(self._attend(self.absorb(layer, cache), layer, cache), layer)
+        return layer.kv_b_proj.lift(self._attend(self.absorb(layer, cache), layer, cache))
 
     def layer(self, layer: MLAAttention, cache: LatentCache) -> Tensor:
         """Run the module, projections and output included."""
@@ -121,10 +120,6 @@ class LayerCalls(NamedTuple):
             q_latent, self.q_rope, cache.layer(0), self.part, softmax_scale=layer.softmax_scale
         )
         return got.out
-
-    def _lift(self, latent: Tensor, layer: MLAAttention) -> Tensor:
-        _, w_uv_t = layer.absorbed_weights()
-        return torch.bmm(latent.transpose(0, 1), w_uv_t).transpose(0, 1).flatten(1)
 
 
 def _normal(like: Tensor, *shape: int) -> Tensor:

@@ -42,6 +42,7 @@ def add_layer(commands: Any) -> None:
     add("--nope", type=at_least(1), default=128, help="qk_nope_head_dim (default 128)")
     add("--value", type=at_least(1), default=128, help="v_head_dim (default 128)")
     add("--page-size", type=at_least(1), default=64, help="tokens a page (default 64)")
+    add("--batch-invariant", action="store_true", help="bits of a row don't depend on the batch")
     add("--impl", metavar="NAME", help="backend (default: the best that serves)")
     add_dims(parser)
     add_reps(parser)
@@ -68,6 +69,7 @@ def _layer(args: argparse.Namespace, words: Sequence[str]) -> int:
         device=args.device,
         reps=args.reps,
         seed=args.seed,
+        batch_invariant=args.batch_invariant,
     )
     rows: list[dict[str, Any]] = []
     status = 0

@@ -141,13 +141,14 @@ def value_pad(width: int) -> int:
     return max(MIN_DOT, 1 << (width - 1).bit_length())
 
 
-def find_prefill_entry(query: Tensor, value: Tensor) -> LaunchEntry:
+def find_prefill_entry(query: Tensor, value: Tensor, kernel: str = "prefill") -> LaunchEntry:
     """Give the launch entry for the widths of `query` [T, H, D] and `value` [sum of S, H, V].
 
-    The table's buckets of this kernel are widths (the larger of the two), not row counts.
+    The table's buckets of `kernel` ("prefill" or "fold") are widths (the larger of the two), not
+    row counts.
     """
     width = max(query.shape[2], value.shape[2])
-    return find_entry("prefill", describe_device(query.device).arch, width, query.element_size())
+    return find_entry(kernel, describe_device(query.device).arch, width, query.element_size())
 
 
 def prefill_attention(

@@ -17,6 +17,7 @@ from specmla.models.config import DeepseekConfig
 from specmla.models.moe import DeepseekMLP, DeepseekMoE, DeepseekRouter
 from specmla.models.states import FINAL, StateCollector
 from specmla.rope import RopeAngles, RotaryEmbedding
+from specmla.row_local import Linear, RMSNorm, multiply
 
 
 class DeepseekDecoderLayer(nn.Module):
@@ -25,9 +26,9 @@ class DeepseekDecoderLayer(nn.Module):
     def __init__(self, config: DeepseekConfig, layer_id: int) -> None:
         super().__init__()
         hidden, eps = config.attention.hidden_size, config.attention.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.input_layernorm = RMSNorm(hidden, eps=eps)
         self.self_attn = MLAAttention(config.attention)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.post_attention_layernorm = RMSNorm(hidden, eps=eps)
         self.mlp: DeepseekMoE | DeepseekMLP
         if config.moe is not None and config.is_moe_layer(layer_id):
             self.mlp = DeepseekMoE(hidden, config.moe)
@@ -65,7 +66,7 @@ class DeepseekModel(nn.Module):
         self.layers = nn.ModuleList(
             DeepseekDecoderLayer(config, layer_id) for layer_id in range(config.num_layers)
         )
-        self.norm = nn.RMSNorm(config.attention.hidden_size, eps=config.attention.rms_norm_eps)
+        self.norm = RMSNorm(config.attention.hidden_size, eps=config.attention.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.attention)
 
     def forward(
@@ -105,7 +106,13 @@ class DeepseekModel(nn.Module):
 
 
 class DeepseekForCausalLM(nn.Module):
-    """The decoder with its head; a tied head is the embedding itself, not a second parameter."""
+    """The decoder with its head; a tied head is the embedding itself, not a second parameter.
+
+    Attributes:
+        batch_invariant: whether `make_batch_invariant` has switched it.
+    """
+
+    batch_invariant = False
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
@@ -113,7 +120,7 @@ class DeepseekForCausalLM(nn.Module):
         self.model = DeepseekModel(config)
         if not config.tie_word_embeddings:
             hidden = config.attention.hidden_size
-            self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
+            self.lm_head = Linear(hidden, config.vocab_size, bias=False)
 
     @torch.no_grad()
     def forward(
@@ -142,9 +149,10 @@ class DeepseekForCausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states `[..., D]` to logits `[..., W]`, in their dtype."""
         tied = self.config.tie_word_embeddings
-        return nn.functional.linear(
-            hidden, (self.model.embed_tokens if tied else self.lm_head).weight
-        )
+        weight = (self.model.embed_tokens if tied else self.lm_head).weight
+        if self.batch_invariant:
+            return multiply(hidden, weight)
+        return nn.functional.linear(hidden, weight)
 
     def forward_full(self, token_ids: Tensor) -> Tensor:
         """Map whole sequences `[B, S]` to logits `[B, S, W]`, with gradients."""

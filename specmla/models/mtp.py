@@ -27,6 +27,7 @@ from specmla.models.deepseek import DeepseekDecoderLayer, DeepseekForCausalLM
 from specmla.models.parts import load_part
 from specmla.models.weights import read_config
 from specmla.rope import RopeAngles
+from specmla.row_local import Linear, RMSNorm
 
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
@@ -37,10 +38,10 @@ class MTPModule(DeepseekDecoderLayer):
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__(config, config.num_layers)
         hidden, eps = config.attention.hidden_size, config.attention.rms_norm_eps
-        self.enorm = nn.RMSNorm(hidden, eps=eps)
-        self.hnorm = nn.RMSNorm(hidden, eps=eps)
-        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
-        self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(hidden, eps=eps)})
+        self.enorm = RMSNorm(hidden, eps=eps)
+        self.hnorm = RMSNorm(hidden, eps=eps)
+        self.eh_proj = Linear(2 * hidden, hidden, bias=False)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(hidden, eps=eps)})
 
     def fuse(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Join token embeddings and hidden states `[..., D]` at `positions` `[...]`."""

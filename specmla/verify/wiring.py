@@ -61,6 +61,7 @@ def make_builder(
         qk_rope_head_dim=attention.qk_rope_head_dim,
         page_size=page_size,
         query_len_support=QueryLenSupport.VARLEN,
+        batch_invariant=model.batch_invariant,
     )
     return MetadataBuilder(
         backend=select_backend(need, backend),

@@ -40,6 +40,15 @@ def test_the_command_writes_every_part(tmp_path: Path, capsys: pytest.CaptureFix
     assert "absorb" in capsys.readouterr().out
 
 
+def test_batch_invariant_layers_are_timed_as_such(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    file = tmp_path / "layer.json"
+    words = ["layer", "--batch", "1q2s20", *SIZES, "--batch-invariant", "--json", str(file)]
+    assert main(words) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert {(r["backend"], r["batch_invariant"]) for r in rows} == {("triton", True)}
+
+
 def test_a_wrong_backend_is_not_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,9 @@ from specmla.kernels import (
     gather_fp8,
     gather_nvfp4,
     lift,
+    matmul,
     move,
+    norm,
     quantise_query,
     store,
     store_fp8,
@@ -37,6 +39,7 @@ from specmla.kernels import (
     store_projected,
 )
 from specmla.kernels.combine import COLUMN_CHUNK, FEW_PIECES, PIECE_CHUNK, combine_kernel
+from specmla.kernels.fold import fold_kernel
 from specmla.kernels.launch import FP_FUSION, LaunchEntry, launch_table
 from specmla.kernels.packed import packed_kernel
 from specmla.kernels.pieces import pieces_kernel
@@ -58,6 +61,7 @@ KERNELS = {
     "packed_fp8": packed_kernel,
     "rows": rows_kernel,
     "prefill": prefill_kernel,
+    "fold": fold_kernel,
     "combine": combine_kernel,
     "pieces": pieces_kernel,
 }
@@ -74,6 +78,9 @@ CACHE_MODULES |= {"store_fp8": store_fp8, "gather_fp8": gather_fp8}
 CACHE_MODULES |= {"store_nvfp4": store_nvfp4, "gather_nvfp4": gather_nvfp4}
 CACHE_MODULES |= {"quantise_query": quantise_query, "lift": lift}
 CACHE_MODULES |= {"store_projected": store_projected, "experts": experts}
+CACHE_MODULES |= {"norm": norm, "matmul": matmul}
+BY_ARCH = {"matmul"}
+"""Modules whose variants differ between architectures."""
 
 
 class Job(NamedTuple):
@@ -136,15 +143,16 @@ def fp8_jobs(arch: str, entry: LaunchEntry) -> list[Job]:
     return jobs
 
 
-def prefill_jobs(arch: str, entry: LaunchEntry) -> list[Job]:
+def prefill_jobs(kernel: str, arch: str, entry: LaunchEntry) -> list[Job]:
     """The widest heads that an entry is meant for: DeepSeek's 192/128, or 256/256."""
     width, value = (192, 128) if entry.max_rows == 192 else (256, 256)
     main, rest = key_parts(width)
     constants = {"D": width, "D_MAIN": main, "D_REST": rest, "V": value}
-    constants |= {"V_PAD": value_pad(value), "CAUSAL": True}
+    constants |= {"V_PAD": value_pad(value)}
+    constants |= {"CAUSAL": True} if kernel == "prefill" else {"H": 16}
     constants |= {"BLOCK_M": entry.block_m, "BLOCK_N": entry.block_n}
     return [
-        Job("prefill", arch, dtype, constants, entry.num_warps, entry.num_stages)
+        Job(kernel, arch, dtype, constants, entry.num_warps, entry.num_stages)
         for dtype in DTYPES[entry.itemsize]
     ]
 
@@ -181,12 +189,18 @@ class CacheJob(NamedTuple):
     arch: str
 
 
+def variants(module: Any, name: str, arch: str) -> list[Any]:
+    """Give what a module lists for an architecture."""
+    listed: list[Any] = module.aot_variants(arch) if name in BY_ARCH else module.aot_variants()
+    return listed
+
+
 def cache_jobs(arch: str) -> list[CacheJob]:
     """Every variant of store, gather and move, plain and quantised."""
     return [
         CacheJob(name, i, arch)
         for name, module in CACHE_MODULES.items()
-        for i in range(len(module.aot_variants()))
+        for i in range(len(variants(module, name, arch)))
     ]
 
 
@@ -196,8 +210,8 @@ def all_jobs() -> list[Job | CacheJob]:
     for arch in TARGETS:
         for kernel, entries in launch_table()[arch].items():
             for entry in entries:
-                if kernel == "prefill":
-                    jobs += prefill_jobs(arch, entry)
+                if kernel in ("prefill", "fold"):
+                    jobs += prefill_jobs(kernel, arch, entry)
                 elif kernel == "packed_fp8":
                     jobs += fp8_jobs(arch, entry)
                 else:
@@ -218,7 +232,7 @@ def argument_type(name: str, job: Job) -> str:
         return "constexpr"
     if name == "cache_ptr" and job.kernel == "packed_fp8":
         return "*u8"
-    if name in ("lse_ptr", "partial_ptr", "partial_lse_ptr"):
+    if name in ("lse_ptr", "partial_ptr", "partial_lse_ptr", "acc_ptr", "max_ptr", "sum_ptr"):
         return "*fp32"
     if name in ("out_ptr", "q_latent_ptr", "q_rope_ptr", "cache_ptr", "q_ptr", "k_ptr", "v_ptr"):
         return f"*{job.dtype}"
@@ -234,13 +248,21 @@ def is_aligned(name: str, kind: str) -> bool:
     return kind.startswith("*") or (name.startswith("stride") and name != "stride_table")
 
 
+def alignment(kernel: Any, kinds: dict[str, str], name: str) -> dict[Any, Any]:
+    """Give aligned arguments where copies that are not change what a kernel needs."""
+    at = {n: (i,) for i, n in enumerate(kernel.arg_names)}
+    wanted = [n for n, kind in kinds.items() if name in BY_ARCH and is_aligned(n, kind)]
+    return {at[n]: [["tt.divisibility", 16]] for n in wanted}
+
+
 def compile_job(job: Job | CacheJob) -> dict[str, Any]:
     """Compile and measure; a failure becomes part of the report."""
     if isinstance(job, CacheJob):
-        variant = CACHE_MODULES[job.module].aot_variants()[job.variant]
+        variant = variants(CACHE_MODULES[job.module], job.module, job.arch)[job.variant]
         kernel, signature, constants, options = variant
         label = f"{job.module} {job.arch} variant {job.variant}"
-        return measure(label, job.arch, ASTSource(kernel, signature, constants), dict(options))
+        source = ASTSource(kernel, signature, constants, alignment(kernel, signature, job.module))
+        return measure(label, job.arch, source, dict(options))
     kernel = KERNELS[job.kernel]
     kinds = {name: argument_type(name, job) for name in kernel.arg_names}
     at = {name: (i,) for i, name in enumerate(kernel.arg_names)}
