@@ -65,7 +65,8 @@ def check_drafter(
       distributions say (chi-square), and none has probability 0.
     * cache: after any history of acceptances of its own drafts it proposes what a fresh drafter
       proposes that is given the committed tokens as a prompt.
-    * seeds: equal seeds give equal drafts, alone and among other requests.
+    * seeds: equal seeds give equal drafts, alone, among other requests, and asked again behind a
+      step that was cancelled.
 
     Args:
         make: builds a drafter beside a step of the target; its cache has one layer to spare.
@@ -183,15 +184,16 @@ def _unlike_fresh(
 
 
 def _compare_seeds(make: MakeDrafter, target: DeepseekForCausalLM, num_drafts: int) -> list[str]:
-    """Compare the drafts of requests together, together again, and one by one."""
+    """Compare the drafts of requests together, again, asked twice, and one by one."""
     histories = {i: _prompt(target, i, 3 + 4 * i) for i in range(4)}
     sampling = {i: SamplingParams(1.0, seed=7 + i) for i in histories}
     together = drafts_after(target, make, histories, sampling, num_drafts)
     again = drafts_after(target, make, histories, sampling, num_drafts)
+    twice = drafts_after(target, make, histories, sampling, num_drafts, times=2)
     reasons = []
     for name, tokens in histories.items():
         alone = drafts_after(target, make, {name: tokens}, sampling, num_drafts)
-        for label, other in (("again", again), ("alone", alone)):
+        for label, other in (("again", again), ("asked twice", twice), ("alone", alone)):
             if not torch.equal(other[name].tokens, together[name].tokens):
                 reasons.append(f"request {name} drafts other tokens {label}, of equal seeds")
     return reasons

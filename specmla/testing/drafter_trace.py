@@ -89,11 +89,13 @@ def drafts_after(
     sampling: Mapping[Any, SamplingParams],
     num_drafts: int,
     num_nodes: int = 0,
+    times: int = 1,
 ) -> dict[Hashable, Proposed]:
     """Give what a fresh drafter proposes behind `histories`, each of two tokens or more.
 
     All but the last token, the anchor, are computed as a prompt; that the target would have gone on
-    otherwise makes no difference.
+    otherwise makes no difference. Asked several `times`, as where steps are cancelled, it is the
+    last proposal.
     """
     prompts = {name: list(tokens[:-1]) for name, tokens in histories.items()}
     step = _make_step(target, prompts, num_drafts + 2)
@@ -107,7 +109,8 @@ def drafts_after(
         DraftRequest(name, list(tokens), num_drafts, sampling[name], num_nodes)
         for name, tokens in histories.items()
     ]
-    proposal = drafter.propose(asked)
+    for _ in range(times):
+        proposal = drafter.propose(asked)
     return {name: take_part(proposal, name, drafter.vocab_size) for name in histories}
 
 

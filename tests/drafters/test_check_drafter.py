@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -149,8 +151,29 @@ class Unseeded(Wrong):
         return super().propose(drawn)
 
 
+class Counting(Wrong):
+    """Draws other numbers when it is asked again."""
+
+    def propose(self, requests):
+        self.count += 1
+        return super().propose(
+            [
+                r._replace(
+                    sampling=dataclasses.replace(r.sampling, seed=r.sampling.seed + self.count)
+                )
+                for r in requests
+            ]
+        )
+
+
 @pytest.mark.parametrize(
-    ("wrong", "check"), [(Sharpened, "honest"), (Forgetful, "cache"), (Unseeded, "seeds")]
+    ("wrong", "check"),
+    [
+        (Sharpened, "honest"),
+        (Forgetful, "cache"),
+        (Unseeded, "seeds"),
+        (Counting, "seeds: request 0 drafts other tokens asked twice"),
+    ],
 )
 def test_wrong_drafters_are_caught(target, wrong, check):
     make = maker(target, "dflash")
