@@ -11,7 +11,6 @@ once. One form of a step, masked or not, serves every row.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
