@@ -13,19 +13,21 @@ context begins with the first computed row, and nobody attends to what was never
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from drafters.block_captured import CapturableBlocks
 from drafters.block_config import check_target
 from drafters.block_model import pair_problems
 from drafters.draft_cache import DraftCache
-from drafters.sheet import DraftSheet, Wanted, split_wanted
+from drafters.sheet import DraftSheet, Wanted, drawn_proposal, split_wanted
 from drafters.state_log import StateLog
 from specmla import (
     ArgumentError,
+    CapturedSheet,
     DraftMask,
     DraftProposal,
     RequestKind,
@@ -37,7 +39,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from drafters.block_model import BlockDraftModel
-    from specmla import DeepseekForCausalLM, DraftRequest, HiddenRows, RequestResult, StepMetadata
+    from specmla import (
+        DeepseekForCausalLM,
+        DraftRequest,
+        HiddenRows,
+        RequestResult,
+        StepMetadata,
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class BlockOutput:
     anchors: Tensor
 
 
-class BlockDrafter:
+class BlockDrafter(CapturableBlocks):
     """Runs blocks; how drafts are chosen from their logits is the business of subclasses.
 
     Args:
@@ -113,6 +121,10 @@ class BlockDrafter:
         Raises:
             PoolFullError: the drafter's pool is too small; nothing was reserved.
         """
+        wanted, others = self._split(requests)
+        drawn = self._replay(wanted) if wanted and self._graphs is not None else None
+        if drawn is not None:
+            return drawn_proposal(wanted, others, drawn)
         output = self.run_blocks(requests)
         if output is None:
             names, device = tuple(r.request_id for r in requests), self.cache.rows.device
@@ -122,7 +134,7 @@ class BlockDrafter:
         self.fill(sheet, output)
         return sheet.proposal(output.others)
 
-    def fill(self, sheet: DraftSheet, output: BlockOutput) -> None:
+    def fill(self, sheet: DraftSheet | CapturedSheet, output: BlockOutput) -> None:
         """Choose the drafts; each position by itself unless a subclass knows better."""
         for column in range(sheet.width):
             sheet.fill(column, output.logits[: sheet.live(column), column])
@@ -133,31 +145,15 @@ class BlockDrafter:
 
         The logits are the marginals of a tree; `propose` draws a chain from them.
         """
-        most = self.draft.config.num_drafts
-        wanted, others = split_wanted(
-            [
-                (r, min(r.num_drafts, most) * self._log.is_ready(r.request_id, r.tokens))
-                for r in requests
-            ]
-        )
+        wanted, others = self._split(requests)
         if not wanted:
             return None
-        self._log.renew(w.request_id for w in wanted)
-        rows = self.draft.config.block_size
-        runs = [self._log[w.request_id] for w in wanted]
-        self.cache.reserve(
-            {w.request_id: run.num_pending + rows for w, run in zip(wanted, runs, strict=True)}
-        )
+        self._reserve(wanted)
         metadata = self._build(wanted)
         self._store_context(wanted, metadata)
-        hidden = self._run(metadata)[:, : wanted[0].drafts]
-        for w, run in zip(wanted, runs, strict=True):
-            self.cache.keep(w.request_id, run.num_known)
-        logits = self.model.logits(hidden)
-        # The mask token is none that a text could hold.
-        logits[..., self.draft.config.mask_token_id] = -torch.inf
-        sent = metadata.along
-        return BlockOutput(wanted, others, hidden, logits, sent["tokens"], sent["anchors"])
+        output = self._output(wanted, others, metadata, wanted[0].drafts)
+        self._keep(wanted)
+        return output
 
     def observe(self, results: Sequence[RequestResult], hidden: HiddenRows | None = None) -> None:
         """Keep the target's states of what was committed."""
@@ -168,6 +164,37 @@ class BlockDrafter:
         """Forget a request and give its pages back."""
         self._log.forget(request_id)
         self.cache.drop(request_id)
+
+    def _split(self, requests: Sequence[DraftRequest]) -> tuple[list[Wanted], list[DraftRequest]]:
+        """Tell requests whose context is known, and how many drafts each gets, from others."""
+        most, log = self.draft.config.num_drafts, self._log
+        return split_wanted(
+            [(r, min(r.num_drafts, most) * log.is_ready(r.request_id, r.tokens)) for r in requests]
+        )
+
+    def _reserve(self, wanted: Sequence[Wanted]) -> None:
+        """Make room for new context rows and blocks."""
+        self._log.renew(w.request_id for w in wanted)
+        rows = self.draft.config.block_size
+        self.cache.reserve(
+            {w.request_id: self._log[w.request_id].num_pending + rows for w in wanted}
+        )
+
+    def _keep(self, wanted: Sequence[Wanted]) -> None:
+        """Keep context rows, give those of blocks back."""
+        for w in wanted:
+            self.cache.keep(w.request_id, self._log[w.request_id].num_known)
+
+    def _output(
+        self, wanted: list[Wanted], others: list[DraftRequest], metadata: StepMetadata, width: int
+    ) -> BlockOutput:
+        """Run the blocks of a step; K is `width`."""
+        hidden = self._run(metadata)[:, :width]
+        logits = self.model.logits(hidden)
+        # The mask token is none that a text could hold.
+        logits[..., self.draft.config.mask_token_id] = -torch.inf
+        sent = metadata.along
+        return BlockOutput(wanted, others, hidden, logits, sent["tokens"], sent["anchors"])
 
     def _build(self, wanted: Sequence[Wanted]) -> StepMetadata:
         """Tables of the blocks, and where the new context rows go, in one copy."""
@@ -189,8 +216,11 @@ class BlockDrafter:
         return self.cache.builder.build(rows, DraftMask.FULL, along)
 
     def _store_context(self, wanted: Sequence[Wanted], metadata: StepMetadata) -> None:
-        draft, sent = self.draft, metadata.along
-        states = self._log.take(w.request_id for w in wanted)
+        self._store_rows(self._log.take(w.request_id for w in wanted), metadata.along)
+
+    def _store_rows(self, states: Tensor, sent: Mapping[str, Tensor]) -> None:
+        """Store context rows of states [R, F] at the slots sent, and their positions."""
+        draft = self.draft
         context = draft.context(states.to(self.cache.rows.dtype))
         angles = draft.rotary.at(sent["positions"], context.dtype)
         for layer_id in range(draft.config.num_layers):

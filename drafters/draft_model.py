@@ -177,7 +177,7 @@ class DraftModelDrafter:
             fed = rows.query_len if rows.query_len <= CAPTURED_ROWS else 1
             rows = rows._replace(kind=RequestKind.VERIFY, query_len=fed)
             pending.append(PendingRows(rows, r.tokens[-fed:], n, len(r.tokens) - 1))
-        drawn = self._chains.run(graph, pending, batch)
+        drawn = self._chains.draft(graph, pending, batch)
         count, width = len(drafted), tokens.shape[1]
         tokens[:count] = drawn.tokens[:count, :width]
         if probs is not None and drawn.probs is not None:

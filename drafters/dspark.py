@@ -8,7 +8,8 @@ earlier, never at x_j: what is drafted is decided before it is drawn, so no outp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,9 +20,10 @@ from specmla import ArgumentError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from drafters.block_graphs import BlockInputs
     from drafters.block_model import BlockDraftModel
-    from drafters.sheet import DraftSheet
-    from specmla import DeepseekForCausalLM
+    from drafters.sheet import DraftSheet, Wanted
+    from specmla import CapturedSheet, DeepseekForCausalLM, DrawnDrafts
 
 
 class DSparkDrafter(BlockDrafter):
@@ -59,7 +61,7 @@ class DSparkDrafter(BlockDrafter):
         self.min_confidence = min_confidence
         self.confidences: Tensor | None = None
 
-    def fill(self, sheet: DraftSheet, output: BlockOutput) -> None:
+    def fill(self, sheet: DraftSheet | CapturedSheet, output: BlockOutput) -> None:
         """Choose the drafts one after the other."""
         draft, previous, reached = self.draft, output.anchor_tokens, None
         found: list[Tensor] = []
@@ -75,3 +77,13 @@ class DSparkDrafter(BlockDrafter):
             if self.min_confidence and reached is not None:
                 sheet.tokens[:live, column].masked_fill_(reached < self.min_confidence, -1)
         self.confidences = torch.stack(found, dim=1) if found else None
+
+    def _draw(self, given: BlockInputs, sheet: CapturedSheet) -> Any:
+        super()._draw(given, sheet)
+        return self.confidences
+
+    def _replay(self, wanted: Sequence[Wanted]) -> DrawnDrafts | None:
+        drawn = super()._replay(wanted)
+        if drawn is not None and drawn.besides is not None:
+            self.confidences = drawn.besides[: len(wanted), : wanted[0].drafts].clone()
+        return drawn

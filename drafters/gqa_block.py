@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from drafters.block_model import BlockDraftModel
     from drafters.sheet import Wanted
-    from specmla import DeepseekForCausalLM
+    from specmla import Bucket, DeepseekForCausalLM, SamplingParams
 
 
 class _Sent(NamedTuple):
@@ -81,6 +81,9 @@ class GQABlockDrafter(BlockDrafter):
             device=weight.device,
         )
         self._sampling, self._log = SamplingCache(weight.device), StateLog()
+
+    def capture(self, buckets: Sequence[Bucket], sampling: Sequence[SamplingParams]) -> None:
+        """Capture nothing: a pass gathers tables as wide as its longest request."""
 
     def _build(self, wanted: Sequence[Wanted]) -> Any:
         """Send all tables of a pass in one copy."""

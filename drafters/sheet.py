@@ -12,7 +12,7 @@ from specmla import DraftProposal, Stream, processed_probs, sample, uniforms
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specmla import DraftRequest, DrawnChains, SamplingCache
+    from specmla import DraftRequest, DrawnDrafts, SamplingCache
 
 
 class Wanted(NamedTuple):
@@ -87,7 +87,7 @@ class DraftSheet:
 
 
 def drawn_proposal(
-    wanted: Sequence[Wanted], others: Sequence[DraftRequest], drawn: DrawnChains
+    wanted: Sequence[Wanted], others: Sequence[DraftRequest], drawn: DrawnDrafts
 ) -> DraftProposal:
     """Give the proposal of a captured draw, its rows those of `wanted`; a copy, to be kept."""
     count, width = len(wanted), wanted[0].drafts

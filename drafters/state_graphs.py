@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specmla import (
         Bucket,
         ChainNetwork,
-        DrawnChains,
+        DrawnDrafts,
         MetadataBuilder,
         SamplingCache,
         SamplingParams,
@@ -70,7 +70,7 @@ class StateGraphs:
                 self._builder, self._network, buckets, params, most, self._states, windows
             )
 
-    def run(self, wanted: Sequence[Wanted], rows: Sequence[RequestRows]) -> DrawnChains | None:
+    def run(self, wanted: Sequence[Wanted], rows: Sequence[RequestRows]) -> DrawnDrafts | None:
         """Draft by a graph; None if none was captured that holds the requests, and nothing ran.
 
         Args:
@@ -93,7 +93,7 @@ class StateGraphs:
             tokens = w.request.tokens
             pending.append((PendingRows(r, tokens[-fed:], w.drafts, len(tokens) - 1), given[-fed:]))
         given = torch.cat([g for _, g in pending])
-        return self._chains.run(graph, [p for p, _ in pending], batch, given)
+        return self._chains.draft(graph, [p for p, _ in pending], batch, given)
 
     def _catch_up(self, behind: Sequence[tuple[Wanted, RequestRows, Tensor]]) -> None:
         """Run all rows of these requests but the last."""

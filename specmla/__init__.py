@@ -20,6 +20,7 @@ from specmla.cache.blocks import BlockManager
 from specmla.cache.formats import CacheFormat, cache_format
 from specmla.cache.latent import LatentCache
 from specmla.cache.layout import CacheLayout
+from specmla.capture import CapturedMetadata
 from specmla.compiling import as_operators
 from specmla.config import MLAConfig, YarnScaling
 from specmla.errors import (
@@ -63,7 +64,8 @@ from specmla.verify.captured import CapturedStep
 from specmla.verify.captured_buckets import doubling_buckets
 from specmla.verify.captured_chain_rows import PendingRows
 from specmla.verify.captured_chains import CapturedChains, ChainNetwork
-from specmla.verify.captured_sheet import DrawnChains
+from specmla.verify.captured_sheet import CapturedSheet, DrawnDrafts
+from specmla.verify.draft_graphs import DraftGraphs, DraftInputs
 from specmla.verify.draw import sample
 from specmla.verify.hidden import committed_rows
 from specmla.verify.overlap import OverlappedStep
@@ -109,6 +111,8 @@ __all__ = [
     "CacheLayout",
     "Capabilities",
     "CapturedChains",
+    "CapturedMetadata",
+    "CapturedSheet",
     "CapturedStep",
     "ChainNetwork",
     "CheckpointError",
@@ -116,12 +120,14 @@ __all__ = [
     "DeepseekConfig",
     "DeepseekDecoderLayer",
     "DeepseekForCausalLM",
+    "DraftGraphs",
+    "DraftInputs",
     "DraftMask",
     "DraftProposal",
     "DraftRequest",
     "Drafter",
     "DraftsAhead",
-    "DrawnChains",
+    "DrawnDrafts",
     "Ending",
     "FixedBudget",
     "FixedHeads",

@@ -20,9 +20,10 @@ from torch import Tensor
 from specmla.bucket import Bucket
 from specmla.builder import MetadataBuilder
 from specmla.capture_buffers import CaptureBuffers
+from specmla.capture_fill import grown, padded_arrays
 from specmla.errors import require
 from specmla.host_tables import HostTables
-from specmla.mask import DraftMask
+from specmla.mask import MAX_TREE_NODES, DraftMask
 from specmla.metadata import RequestKind, RequestRows, StepMetadata, VerifyPart
 from specmla.query import QueryLenSupport, RowTables
 from specmla.row_limits import RowLimits
@@ -32,7 +33,7 @@ _NO_ARRAYS: Mapping[str, array[int]] = MappingProxyType({})
 
 
 class CapturedMetadata:
-    """The tables of one bucket, in memory that never moves: verify rows alone, causal chains.
+    """The tables of one bucket, in memory that never moves: verify rows alone.
 
     Args:
         builder: of the cache and the backend.
@@ -40,12 +41,13 @@ class CapturedMetadata:
         along: sizes, by name, of int64 arrays of the caller that travel in the same copy.
         table: [B, ceil(max_seq_len / G)] int32 block table of another one; its own if None.
         windows: requests may have a window start; else all rows see their request from key 0.
+        mask: relation among the new rows; in trees, a request without parents is a chain.
 
     Attributes:
         along: [size] int64 on the device, by name.
 
     Raises:
-        ArgumentError: ragged rows on a UNIFORM backend.
+        ArgumentError: ragged rows on a UNIFORM backend, trees of more rows than a word has bits.
     """
 
     def __init__(
@@ -56,17 +58,23 @@ class CapturedMetadata:
         table: Tensor | None = None,
         *,
         windows: bool = False,
+        mask: DraftMask = DraftMask.CAUSAL,
     ) -> None:
         has, reasons = builder.backend.capabilities, []
         if bucket.ragged and has.query_len_support is QueryLenSupport.UNIFORM:
             reasons.append(
                 f"ragged is True; backend {has.name!r} is UNIFORM and accepts ragged=False"
             )
+        if mask is DraftMask.TREE and bucket.query_len > MAX_TREE_NODES:
+            reasons.append(
+                f"query_len is {bucket.query_len}, accepted in trees is 1 to {MAX_TREE_NODES}"
+            )
         require(reasons, "CapturedMetadata")
-        self.builder, self.bucket, self.windows = builder, bucket, windows
+        self.builder, self.bucket, self.windows, self.mask = builder, bucket, windows, mask
         self._limits = RowLimits(builder.page_size, builder.num_pages, builder.max_seq_len)
         rows, requests = bucket.num_rows, bucket.num_requests
         longs = {"positions": rows, "slots": rows}
+        longs |= {"tree": rows} if mask is DraftMask.TREE else {}
         longs |= {f"along.{name}": size for name, size in along.items()}
         ints = {"extent": rows, "seq_lens": requests, "ends": requests}
         ints |= {"row_start": rows, "starts": requests} if windows else {}
@@ -150,7 +158,7 @@ class CapturedMetadata:
         """Check the requests and fill the buffers with them, in one copy from the host.
 
         Args:
-            requests: verifies, causal, no more and no longer than captured; in order of the rows.
+            requests: verifies, no more and no longer than captured; in order of the rows.
             along: typecode 'q', every array of its declared size.
             ahead: rows of each request that `advance` will bring, for which there are pages too;
                 None: no request will be advanced.
@@ -159,18 +167,19 @@ class CapturedMetadata:
             ArgumentError: requests of another kind or shape, lengths or pages that can't be served;
                 all reasons are listed and nothing was written.
         """
-        last = _grown(requests, ahead)
+        last = grown(requests, ahead)
         require(self._problems(requests, last, along), "CapturedMetadata.for_replay")
-        tables = HostTables(self.builder.page_size, DraftMask.CAUSAL)
+        tables = HostTables(self.builder.page_size, self.mask)
         tables.add_verify(last)
         if not tables.has_pages_below(self.builder.num_pages):
-            require(self._limits.problems(last, DraftMask.CAUSAL), "CapturedMetadata.for_replay")
+            require(self._limits.problems(last, self.mask), "CapturedMetadata.for_replay")
         table = tables.arrays.get("table", array("i"))
         tables.add_verify(requests)
         tables.add_rows(requests)
-        ends = array("i", [r.seq_len for r in last])
-        fixed = self._fixed_arrays(tables.arrays | {"ends": ends}, requests, along)
-        self._buffers.write(fixed, table, len(requests))
+        ends = [r.seq_len for r in last]
+        given = padded_arrays(self.bucket, requests, ends, tables.arrays, list(self._views))
+        given |= {f"along.{name}": values for name, values in along.items()}
+        self._buffers.write(given, table, len(requests))
 
     def _problems(
         self,
@@ -180,37 +189,21 @@ class CapturedMetadata:
     ) -> list[str]:
         kinds = sorted({r.kind.value for r in requests if r.kind is not RequestKind.VERIFY})
         found = [f"kind is {kinds}, captured are verifies alone"] if kinds else []
-        if any(r.parents is not None or (r.window_start and not self.windows) for r in requests):
-            found.append("a request has parents or a window, captured are causal chains from key 0")
+        trees, windows = self.mask is DraftMask.TREE, self.windows
+        if any(
+            (r.parents is not None and not trees) or (r.window_start and not windows)
+            for r in requests
+        ):
+            captured = f"{self.mask.value} rows from {'any key' if windows else 'key 0'}"
+            found.append(f"a request has parents or a window, captured are {captured}")
         found += self.bucket.problems([r.query_len for r in requests])
         sizes = {name: len(values) for name, values in along.items()}
         wanted = {name: view.shape[0] for name, view in self.along.items()}
         if sizes != wanted or any(values.typecode != "q" for values in along.values()):
             found.append(f"along has sizes {sizes}, accepted are {wanted} of typecode 'q'")
         if not self._limits.are_plain(last):
-            found += self._limits.problems(last, DraftMask.CAUSAL)
+            found += self._limits.problems(last, self.mask)
         return found
-
-    def _fixed_arrays(
-        self,
-        arrays: Mapping[str, array[int]],
-        requests: Sequence[RequestRows],
-        along: Mapping[str, array[int]],
-    ) -> dict[str, array[int]]:
-        """Give the arrays of the buffers by name, each as long as its view."""
-        lens, bucket = [r.query_len for r in requests], self.bucket
-        given = {f"along.{name}": values for name, values in along.items()}
-        given["positions"] = bucket.spread(arrays["positions"], lens, 0)
-        given["slots"] = bucket.spread(arrays["slots"], lens, -1)
-        given["extent"] = bucket.spread(arrays.get("extent", array("i")), lens, 0)
-        blank = array("i", [0]) * (bucket.num_requests - len(requests))
-        given["seq_lens"] = array("i", [r.seq_len for r in requests]) + blank
-        given["ends"] = arrays["ends"] + blank
-        if self.windows:
-            starts = array("i", [r.window_start for r in requests])
-            each = array("i", [s for s, n in zip(starts, lens, strict=True) for _ in range(n)])
-            given |= {"starts": starts + blank, "row_start": bucket.spread(each, lens, 0)}
-        return given
 
     def _verify_part(self) -> VerifyPart:
         num, length = self.bucket.num_requests, self.bucket.query_len
@@ -221,22 +214,12 @@ class CapturedMetadata:
             block_table=self._buffers.table,
             row_extent=self._views["extent"],
             row_start=self._views.get("row_start"),
-            tree_bits=None,
+            tree_bits=self._views.get("tree"),
             rows=None,
-            mask=DraftMask.CAUSAL,
+            mask=self.mask,
             query_lens=(length,) * num,
             max_query_len=length,
             max_seq_len=self.builder.max_seq_len,
             page_size=self.builder.page_size,
             num_pages=self.builder.num_pages,
         )
-
-
-def _grown(requests: Sequence[RequestRows], ahead: Sequence[int] | None) -> list[RequestRows]:
-    """Give the requests as they will be, `ahead` rows on."""
-    if ahead is None:
-        return list(requests)
-    if len(ahead) != len(requests) or min(ahead, default=0) < 0:
-        given = f"ahead is {list(ahead)}, accepted are {len(requests)} values >= 0"
-        require([given], "CapturedMetadata.for_replay")
-    return [r._replace(seq_len=r.seq_len + n) for r, n in zip(requests, ahead, strict=True)]

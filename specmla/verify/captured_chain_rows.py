@@ -13,8 +13,6 @@ from specmla.builder import MetadataBuilder
 from specmla.capture import CapturedMetadata
 from specmla.errors import require
 from specmla.metadata import RequestRows
-from specmla.verify.captured_sampling import HeldSampling
-from specmla.verify.sampling import SamplingBatch
 
 
 class PendingRows(NamedTuple):
@@ -34,45 +32,42 @@ class PendingRows(NamedTuple):
 
 
 class HeldChains:
-    """Buffers of B requests of at most P rows each, that are drafted at most K tokens.
+    """Buffers of B requests of at most P rows each.
 
     Args:
         builder: of the drafter's cache and backend.
-        num_requests, num_drafts, most_rows: B, K, P.
+        bucket: B and P.
         states: a tensor of the width and dtype of the rows' states, None without.
         windows: requests may have a window start.
     """
 
     def __init__(
-        self,
-        builder: MetadataBuilder,
-        num_requests: int,
-        num_drafts: int,
-        most_rows: int,
-        states: Tensor | None,
-        windows: bool,
+        self, builder: MetadataBuilder, bucket: Bucket, states: Tensor | None, windows: bool
     ) -> None:
-        self.num_requests, self.num_drafts = num_requests, num_drafts
-        rows = num_requests * most_rows
-        sizes = dict.fromkeys(("last", "anchors", "counts"), num_requests)
-        sizes |= {"tokens": rows} | ({} if states is None else {"places": rows})
-        bucket = Bucket(num_requests, most_rows)
+        sizes = dict.fromkeys(("last", "anchors", "counts"), bucket.num_requests)
+        sizes |= {"tokens": bucket.num_rows}
+        sizes |= {} if states is None else {"places": bucket.num_rows}
         self.first = CapturedMetadata(builder, bucket, sizes, windows=windows)
         self.rounds = self.first.rounds()
-        self.sampling = HeldSampling(num_requests)
-        self.states = None if states is None else states.new_zeros(rows, states.shape[-1])
+        self.states = None
+        if states is not None:
+            self.states = states.new_zeros(bucket.num_rows, states.shape[-1])
 
-    def holds(self, num_drafts: Sequence[int]) -> bool:
-        """Tell whether requests of so many drafts each fit."""
-        return len(num_drafts) <= self.num_requests and max(num_drafts) <= self.num_drafts
+    @property
+    def anchors(self) -> Tensor:
+        """Positions of the anchors [B]."""
+        return self.first.along["anchors"]
 
-    def fill(
-        self, pending: Sequence[PendingRows], sampling: SamplingBatch, states: Tensor | None
-    ) -> None:
-        """Write what requests bring; see `CapturedChains.run`."""
+    @property
+    def counts(self) -> Tensor:
+        """Drafts of each request [B]."""
+        return self.first.along["counts"]
+
+    def fill(self, pending: Sequence[PendingRows], states: Tensor | None) -> None:
+        """Write what requests bring; see `CapturedChains.draft`."""
         bucket, blank = self.first.bucket, array("q", [0])
         found = bucket.problems([p.rows.query_len for p in pending])
-        require(found, "CapturedChains.run")
+        require(found, "CapturedChains.draft")
         lens = [p.rows.query_len for p in pending]
         missing = blank * (bucket.num_requests - len(pending))
         starts = range(0, bucket.num_rows, bucket.query_len)
@@ -89,4 +84,3 @@ class HeldChains:
         if self.states is not None and states is not None:
             places_sent = self.first.along["places"][: len(states)]
             self.states.index_copy_(0, places_sent, states.to(self.states.dtype))
-        self.sampling.fill(sampling)

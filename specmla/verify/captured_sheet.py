@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +12,18 @@ from specmla.verify.sampling import SamplingBatch, processed_probs
 from specmla.verify.streams import Stream, uniforms
 
 
-class DrawnChains(NamedTuple):
-    """tokens [B, K] int64, -1 past a request's count; probs [B, K, W] float32, what they were drawn
-    from, or None if all are greedy. Both are overwritten by the next replay."""
+class DrawnDrafts(NamedTuple):
+    """What a replay leaves, overwritten by the next one.
+
+    Attributes:
+        tokens: [B, K] int64, -1 past a request's count.
+        probs: [B, K, W] float32, what they were drawn from, or None if all are greedy.
+        besides: what the drafter's function gave.
+    """
 
     tokens: Tensor
     probs: Tensor | None
+    besides: Any = None
 
 
 class CapturedSheet:
@@ -28,10 +33,15 @@ class CapturedSheet:
         batch: parameters of B requests.
         anchors: [B] int64, positions of their anchors.
         num_drafts: K.
+
+    Attributes:
+        tokens: [B, K] int64.
+        probs: [B, K, W], or None in a greedy batch.
+        width: K.
     """
 
     def __init__(self, batch: SamplingBatch, anchors: Tensor, num_drafts: int) -> None:
-        self._batch, device = batch, anchors.device
+        self._batch, self.width, device = batch, num_drafts, anchors.device
         self._columns = torch.arange(num_drafts, device=device)
         self._rows = torch.arange(len(anchors), device=device)
         self.tokens = torch.empty(len(anchors), num_drafts, dtype=torch.int64, device=device)
@@ -39,7 +49,11 @@ class CapturedSheet:
         if not batch.all_greedy:
             self._uniforms = uniforms(batch.seeds, anchors, self._columns, Stream.DRAFT)
 
-    def draw(self, column: int, logits: Tensor) -> Tensor:
+    def live(self, column: int) -> int:
+        """Count the rows that a column is drawn for: all, whatever each request's count."""
+        return len(self.tokens)
+
+    def fill(self, column: int, logits: Tensor) -> Tensor:
         """Choose the drafts [B] of a column from their logits [B, W]."""
         if self._batch.all_greedy:
             chosen = logits.argmax(dim=-1)
@@ -52,14 +66,7 @@ class CapturedSheet:
         self.tokens[:, column] = chosen
         return chosen
 
-    def cut(self, counts: Tensor) -> DrawnChains:
+    def cut(self, counts: Tensor, besides: Any = None) -> DrawnDrafts:
         """End each request's drafts at its count [B]."""
         self.tokens.masked_fill_(self._columns >= counts[:, None], -1)
-        return DrawnChains(self.tokens, self.probs)
-
-
-def drafting(sampling: SamplingBatch) -> SamplingBatch:
-    """Leave out what drafts don't depend on."""
-    if sampling.raw_logprobs is None:
-        return sampling
-    return dataclasses.replace(sampling, raw_logprobs=None)
+        return DrawnDrafts(self.tokens, self.probs, besides)

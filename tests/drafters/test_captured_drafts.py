@@ -18,8 +18,8 @@ import specmla
 from drafters import DraftModelDrafter
 from drafters.model_rounds import ModelRounds
 from specmla import ArgumentError, Bucket, SamplingParams, generate
-from specmla.verify import captured_chains
-from specmla.verify.captured_chains import CapturedChains
+from specmla.verify import draft_graphs
+from specmla.verify.draft_graphs import DraftGraphs
 from tests.drafters.test_draft_model import Checked, tiny
 from tests.e2e.conftest import make_step, prompts
 
@@ -35,14 +35,14 @@ def target():
 def replays(monkeypatch):
     """Count the replays of drafts, by the size of their bucket."""
     counts: dict[tuple[int, int], int] = {}
-    real = CapturedChains.run
+    real = DraftGraphs.run
 
     def run(self, graph, *args):
-        size = (graph.held.num_requests, graph.held.num_drafts)
+        size = (graph.num_requests, graph.num_drafts)
         counts[size] = counts.get(size, 0) + 1
         return real(self, graph, *args)
 
-    monkeypatch.setattr(CapturedChains, "run", run)
+    monkeypatch.setattr(DraftGraphs, "run", run)
     return counts
 
 
@@ -235,7 +235,7 @@ def guarded(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(captured_chains, "record", guard)
+    monkeypatch.setattr(draft_graphs, "record", guard)
     return calls
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from specmla import Bucket, SamplingParams
-from specmla.verify.captured_chains import CapturedChains
+from specmla.verify.draft_graphs import DraftGraphs
 from tests.drafters import test_eagle3, test_neural
 from tests.drafters.networks import tiny_target
 from tests.drafters.test_captured_drafts import guarded as guarded
 from tests.drafters.test_captured_drafts import loop
 from tests.e2e.conftest import make_step, prompts, run
 
-KINDS = ("mtp", "eagle3")
+KINDS = ("mtp", "eagle3", "dflash", "dspark")
 BUCKETS = [Bucket(6, 5), Bucket(2, 5)]
 
 
@@ -38,13 +38,13 @@ def make(target, kind: str, **step_options):
 @pytest.fixture
 def replays(monkeypatch):
     """Count the replays of drafts."""
-    counts, real = [], CapturedChains.run
+    counts, real = [], DraftGraphs.run
 
     def counted(self, *args):
         counts.append(args)
         return real(self, *args)
 
-    monkeypatch.setattr(CapturedChains, "run", counted)
+    monkeypatch.setattr(DraftGraphs, "run", counted)
     return counts
 
 
@@ -110,9 +110,9 @@ def test_the_loop_proposes_as_host_driven_rounds_do(target, kind, temperature, r
     runs = []
     for graphs in (False, True):
         drafter, step, _, _ = make(target, kind)
-        runs.append(loop(target, prompts(5, temperature=temperature), drafter, graphs=graphs,
-                         step=step))  # fmt: skip
-    assert len(replays) > 5
+        batch = prompts(4, 16, temperature=temperature)
+        runs.append(loop(target, batch, drafter, graphs=graphs, step=step))
+    assert len(replays) > 3
     assert runs[0][0] == runs[1][0]
     for plain, ours in zip(runs[0][1], runs[1][1], strict=True):
         assert ours[:3] == plain[:3]
@@ -125,3 +125,33 @@ def test_a_replay_reads_nothing_back(target, kind, guarded):
     drafter, step, _, _ = make(target, kind)
     loop(target, prompts(3, temperature=1.0), drafter, graphs=True, step=step)
     assert len(guarded) > 5
+
+
+def test_dspark_ends_its_blocks_where_it_would_without_graphs(target, replays):
+    """By its confidences, which are those of the replay and not of what was captured last."""
+    found = []
+    for graphs in (False, True):
+        drafter, step, _ = test_neural.make(target, "dspark")
+        drafter.min_confidence, seen, real = 0.3, [], drafter.propose
+
+        def propose(requests, real=real, drafter=drafter, seen=seen):
+            proposal = real(requests)
+            if proposal.tokens.shape[1]:
+                wanted = sum(count > 0 for count in proposal.counts)
+                seen.append((proposal.tokens[:wanted], drafter.confidences))
+            return proposal
+
+        drafter.propose = propose
+        if graphs:
+            drafter.capture([Bucket(4, 9), Bucket(1, 5)], [SamplingParams()])
+        run(target, prompts(4), drafter, 4, step)
+        found.append(seen)
+    assert replays
+    assert len(found[0]) == len(found[1])
+    ended = 0
+    for (tokens, confidences), (mine, own) in zip(*found, strict=True):
+        assert torch.equal(tokens, mine)
+        ended += int((tokens == -1).any())
+        known = confidences > 0  # a row past its request's count is 0, or anything
+        torch.testing.assert_close(own[known], confidences[known], atol=1e-5, rtol=1e-3)
+    assert ended > 2

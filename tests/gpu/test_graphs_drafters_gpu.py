@@ -9,10 +9,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from drafters import DraftModelDrafter
+from drafters import DraftModelDrafter, Eagle3Drafter
 from specmla import Bucket, DraftRequest, SamplingParams, build_step, generate
 from specmla.bench.__main__ import main
-from specmla.verify import captured_chains
+from specmla.verify import draft_graphs
+from tests.drafters.eagle3_network import tiny_eagle3
+from tests.drafters.networks import tiny_target
+from tests.e2e.conftest import prompts
+from tests.gpu.test_drafters_gpu import make
 from tests.gpu.test_graphs_gpu import VOCAB, pool_bits, tiny
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +60,7 @@ def test_replays_of_a_draft_model_equal_its_calls_to_the_bit(kind, dtype, monkey
     params = SamplingParams(seed=1, **KINDS[kind])
     for graphs in (True, False):
         if not graphs:
-            monkeypatch.setattr(captured_chains, "record", lambda call, device, pool=None: call)
+            monkeypatch.setattr(draft_graphs, "record", lambda call, device, pool=None: call)
         drafter = DraftModelDrafter(model, num_pages=40, backend="triton")
         for i in range(drafter.cache.num_layers):
             drafter.cache.layer(i).zero_()
@@ -129,3 +133,86 @@ def test_the_benchmark_captures_the_shipped_pair(tmp_path):
         assert row["host_us"] > 0
         assert row["tokens_per_step"] >= 1
     assert all(r["tokens_per_step"] > 1.5 for r in rows if r["drafter"] == "draft_model")
+
+
+STATE_KINDS = ("mtp", "eagle3", "dflash", "dspark")
+
+
+def make_states_drafter(kind: str):
+    """A target, its step and a drafter on its states."""
+    if kind != "eagle3":
+        return make(kind, "cuda")
+    target = tiny_target().to("cuda")
+    step = build_step(target, num_pages=100, page_size=16)
+    return target, step, Eagle3Drafter(
+        target, tiny_eagle3(target).to("cuda"), num_pages=60, page_size=32
+    )  # fmt: skip
+
+
+def proposals_of(kind: str, graphs: bool, **sampling) -> tuple[dict, list]:
+    """Tokens by request, and every proposal."""
+    target, step, drafter = make_states_drafter(kind)
+    real, proposals = drafter.propose, []
+
+    def propose(requests):
+        proposals.append(real(requests))
+        return proposals[-1]
+
+    drafter.propose = propose
+    tokens: dict = {}
+    batch = prompts(5, **sampling)
+    for results in generate(target, step, batch, drafter, 4, graphs=graphs):
+        for r in results:
+            tokens.setdefault(r.request_id, []).extend(r.new_tokens)
+    return tokens, proposals
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_drafters_on_states_draft_the_same_by_graphs(kind, temperature):
+    wanted, plain = proposals_of(kind, False, temperature=temperature)
+    tokens, ours = proposals_of(kind, True, temperature=temperature)
+    assert tokens == wanted
+    for got, want in zip(ours, plain, strict=True):
+        assert (got.request_ids, got.counts) == (want.request_ids, want.counts)
+        assert torch.equal(got.tokens, want.tokens)
+
+
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_replays_of_drafters_on_states_equal_their_calls_to_the_bit(kind, monkeypatch):
+    tokens, ours = proposals_of(kind, True, temperature=0.8)
+    monkeypatch.setattr(draft_graphs, "record", lambda call, device, pool=None: call)
+    wanted, plain = proposals_of(kind, True, temperature=0.8)
+    assert tokens == wanted
+    for got, want in zip(ours, plain, strict=True):
+        assert torch.equal(got.tokens, want.tokens)
+        probs = [
+            p if isinstance(p, torch.Tensor | None) else p.probs for p in (got.probs, want.probs)
+        ]
+        for i, count in enumerate(got.counts if probs[0] is not None else ()):
+            assert torch.equal(probs[0][i, :count], probs[1][i, :count])
+
+
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_captured_drafters_on_states_wait_for_nothing(kind):
+    target, step, drafter = make_states_drafter(kind)
+    real, guarded = drafter.propose, []
+
+    def propose(requests):
+        if not any(len(r.tokens) > 8 for r in requests):  # prompts are run before the graph
+            return real(requests)
+        guarded.append(len(requests))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return real(requests)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    drafter.propose = propose
+    batch = {
+        i: ([3, 1, 4, 1], SamplingParams(temperature=float(i), seed=i, max_tokens=20))
+        for i in range(2)
+    }
+    for _ in generate(target, step, batch, drafter, 3, graphs=True):
+        pass
+    assert guarded
