@@ -23,6 +23,7 @@ from specmla.cache.layout import CacheLayout
 from specmla.capture import CapturedMetadata
 from specmla.compiling import as_operators
 from specmla.config import MLAConfig, YarnScaling
+from specmla.e4m3_up_projection import E4M3UpProjection
 from specmla.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -128,6 +129,7 @@ __all__ = [
     "Drafter",
     "DraftsAhead",
     "DrawnDrafts",
+    "E4M3UpProjection",
     "Ending",
     "FixedBudget",
     "FixedHeads",

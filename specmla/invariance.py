@@ -57,7 +57,7 @@ def switch(module: nn.Module) -> None:
 
 def module_problems(module: nn.Module) -> list[str]:
     """List why a module can't have batch-invariant results where it is."""
-    weights = {(w.device, w.dtype): None for w in module.parameters()}
+    weights = {(w.device, w.dtype): None for w in module.parameters() if w.is_floating_point()}
     found = [text for device, dtype in weights for text in kernel_problems(device, dtype)]
     by_kind: dict[str, list[str]] = {}
     for name, part in module.named_modules():

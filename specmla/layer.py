@@ -74,7 +74,7 @@ class MLAAttention(nn.Module):
             self.q_b_proj = Linear(config.q_lora_rank, query_width, bias=False)
         self.kv_a_proj_with_mqa = Linear(hidden, config.cache_width, bias=bias)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps=LATENT_NORM_EPS)
-        self.kv_b_proj = UpProjection(config)
+        self.kv_b_proj = UpProjection(config)  # or an `E4M3UpProjection`, put in its place
         self.o_proj: nn.Linear = Linear(config.num_heads * config.v_head_dim, hidden, bias=bias)
 
     @torch.no_grad()
@@ -131,8 +131,9 @@ class MLAAttention(nn.Module):
                 nothing was stored.
         """
         width = self.config.num_heads * self.config.v_head_dim
-        rows, one = metadata.num_rows, self.config.v_head_dim
-        reasons = [] if output is None else output.problems(rows, width, hidden.dtype, one)
+        rows, reasons = metadata.num_rows, self.kv_b_proj.output_problems(output)
+        if output is not None:
+            reasons += output.problems(rows, width, hidden.dtype, self.config.v_head_dim)
         if self.batch_invariant:
             reasons += step_problems(hidden, cache, metadata, backend, self.fused_store)
         if hidden.shape[:-1] != metadata.positions.shape:

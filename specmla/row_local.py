@@ -76,6 +76,38 @@ def multiply_heads(rows: Tensor, weight: Tensor) -> Tensor:
     return matmul_rows(rows, weight)
 
 
+def multiply_codes(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """Multiply rows `[..., I]` by a weight `[O, I]` of e4m3 codes, as `multiply`.
+
+    Args:
+        rows: of the dtype that weights are widened to.
+        codes: [O, I] uint8. scale: [O, ceil(I / 128)] float32.
+
+    Raises:
+        ArgumentError: as `multiply`.
+    """
+    flat, weight = rows.reshape(-1, 1, rows.shape[-1]), codes.t().unsqueeze(0)
+    made = multiply_codes_by_head(flat, weight, scale.unsqueeze(0), along_k=False)
+    return made.view(*rows.shape[:-1], len(codes))
+
+
+def multiply_codes_by_head(rows: Tensor, codes: Tensor, scale: Tensor, *, along_k: bool) -> Tensor:
+    """Multiply rows `[T, H, I]` by codes a head `[H, I, O]`, as `multiply_heads`.
+
+    Args:
+        rows, codes: any strides.
+        scale: [H, I, ceil(O / 128)] float32 if `along_k`, else [H, O, ceil(I / 128)].
+        along_k: the scales' rows are what is summed over.
+
+    Raises:
+        ArgumentError: as `multiply`.
+    """
+    require(_problems(rows, None), "multiply_codes")
+    from specmla.kernels.matmul import WeightScale, matmul_rows
+
+    return matmul_rows(rows, codes, None, WeightScale(scale, along_k))
+
+
 def kernel_problems(device: torch.device, dtype: torch.dtype) -> list[str]:
     """List why the kernels can't serve tensors of that device and dtype."""
     found = []
@@ -90,12 +122,13 @@ def kernel_problems(device: torch.device, dtype: torch.dtype) -> list[str]:
     return found
 
 
-def _problems(rows: Tensor, weight: Tensor) -> list[str]:
+def _problems(rows: Tensor, weight: Tensor | None) -> list[str]:
     found = []
-    if rows.dtype != weight.dtype:
+    if weight is not None and rows.dtype != weight.dtype:
         found.append(f"rows are {rows.dtype}, the weight {weight.dtype}; must agree")
     if rows.dtype not in DTYPES or rows.device.type != "cuda":
         found += kernel_problems(rows.device, rows.dtype)
-    if torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad):
+    asked = rows.requires_grad or (weight is not None and weight.requires_grad)
+    if asked and torch.is_grad_enabled():
         found.append("gradients are asked for, batch-invariant kernels have none")
     return found

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specmla.config import MLAConfig
+from specmla.quant_output import QuantOutput
 from specmla.row_local import Linear, multiply_heads
 
 
@@ -62,6 +63,10 @@ class UpProjection(Linear):
             rows = rows.to(self.dtype)
         dims = self.config
         return self.expand(*rows.split((dims.kv_lora_rank, dims.qk_rope_head_dim), dim=-1))
+
+    def output_problems(self, output: QuantOutput | None) -> list[str]:
+        """List why lifted rows can't go to `output`, beside what it says itself."""
+        return []
 
     @property
     def dtype(self) -> torch.dtype:

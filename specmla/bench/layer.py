@@ -31,10 +31,12 @@ from specmla.bench.workload import GridOptions, Workload, make_pool, make_worklo
 from specmla.builder import MetadataBuilder
 from specmla.cache.latent import LatentCache
 from specmla.config import MLAConfig
+from specmla.e4m3_up_projection import E4M3UpProjection
 from specmla.errors import SpecMLAError
 from specmla.invariance import make_batch_invariant
 from specmla.layer import MLAAttention
 from specmla.metadata import StepMetadata
+from specmla.weight_scales import CODES
 
 Calls = Sequence[Callable[[], object]]
 
@@ -46,7 +48,7 @@ class WrongResultError(SpecMLAError):
 @dataclass(frozen=True)
 class LayerOptions:
     """What is run: dims of the layer, G, backend (the best if None), dtype, device, repetitions,
-    and whether the results are batch-invariant."""
+    whether the results are batch-invariant, and whether `kv_b_proj` is e4m3 codes."""
 
     dims: MLAConfig
     page_size: int
@@ -56,6 +58,7 @@ class LayerOptions:
     reps: int
     seed: int = 0
     batch_invariant: bool = False
+    codes: bool = False
 
 
 class _Inputs(NamedTuple):
@@ -88,6 +91,7 @@ def measure_layer(batch: str, options: LayerOptions) -> list[dict[str, Any]]:
         "device": options.device.type,
         "backend": inputs.backend.capabilities.name,
         "batch_invariant": options.batch_invariant,
+        "codes": options.codes,
         "rel_err": rel_err,
         "plan_us": inputs.plan_us,
     }
@@ -162,6 +166,10 @@ def _make_inputs(batch: str, options: LayerOptions) -> _Inputs:
     weight_bytes = dims.num_heads * (dims.qk_nope_head_dim + dims.v_head_dim) * dims.kv_lora_rank
     builder.configure(BatchRules(batch_invariant=options.batch_invariant))
     first = MLAAttention(dims).to(device, options.dtype)
+    if options.codes:
+        weight = first.kv_b_proj.weight
+        codes, scale = (weight / 2.0**-12).to(CODES), weight.new_full((), 2.0**-12)
+        first.kv_b_proj = E4M3UpProjection.from_codes(dims, codes, scale, options.dtype)
     if options.batch_invariant:
         make_batch_invariant(first)
     more = num_copies(weight_bytes * options.dtype.itemsize, device) - 1

@@ -43,6 +43,7 @@ def add_layer(commands: Any) -> None:
     add("--value", type=at_least(1), default=128, help="v_head_dim (default 128)")
     add("--page-size", type=at_least(1), default=64, help="tokens a page (default 64)")
     add("--batch-invariant", action="store_true", help="bits of a row don't depend on the batch")
+    add("--codes", action="store_true", help="kv_b_proj as e4m3 codes, widened in registers")
     add("--impl", metavar="NAME", help="backend (default: the best that serves)")
     add_dims(parser)
     add_reps(parser)
@@ -70,6 +71,7 @@ def _layer(args: argparse.Namespace, words: Sequence[str]) -> int:
         reps=args.reps,
         seed=args.seed,
         batch_invariant=args.batch_invariant,
+        codes=args.codes,
     )
     rows: list[dict[str, Any]] = []
     status = 0

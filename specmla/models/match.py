@@ -13,6 +13,7 @@ from specmla.errors import CheckpointError
 from specmla.models import scales
 from specmla.models.config import DeepseekConfig
 from specmla.models.shards import CONFIG, Headers, list_some, read_tensors
+from specmla.weight_scales import CODES, value_problems
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -89,7 +90,7 @@ def _read_scales(
         shape, dtype = headers[shard][weight]
         of_weight = found.get(weight, [])
         names = [name for name, _ in of_weight]
-        if dtype != scales.CODES:
+        if dtype != CODES:
             reasons += [f"{name} scales {weight}, which is {dtype}" for name in names]
         elif weight not in linear:
             reasons.append(f"{weight} is {dtype}, accepted are linear layers")
@@ -107,7 +108,7 @@ def _read_scales(
     for source, by_name in weights.items():
         for name, scale in read_tensors(folder / source, by_name):
             values[by_name[name]] = scale.clone()
-            reasons += scales.value_problems(name, scale)
+            reasons += value_problems(name, scale)
     return values, reasons
 
 

@@ -1,13 +1,9 @@
-"""Scaled e4m3 weights of linear layers: the scales they need, and the weights they stand for.
+"""Scaled e4m3 weights of linear layers in a checkpoint, and the weights they stand for.
 
-    weight[o, i] = code[o, i] * scale[o // 128, i // 128]   blocks (DeepSeek-V3, arXiv 2412.19437,
-                                                            section 3.3: `weight_scale_inv`)
-    weight[o, i] = code[o, i] * scale[o]                    one scale an output channel
-    weight[o, i] = code[o, i] * scale                       one scale a tensor
-
-The shape of the scale tells which. Weights are widened as they are loaded, so that absorption and
-every product run in the model's dtype; activations are not quantised, whatever scheme the
-checkpoint names for them, and `input_scale` tensors are left out.
+Weights are widened as they are loaded, so that absorption and every product run in the model's
+dtype (`kv_b_proj` may stay codes, see `E4M3UpProjection`); activations are not quantised, whatever
+scheme the checkpoint names for them, and `input_scale` tensors are left out. The forms of scales
+are in `specmla.weight_scales`.
 """
 
 from __future__ import annotations
@@ -18,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 128
-"""Rows and columns of a weight that share a scale."""
-CODES = torch.float8_e4m3fn
+from specmla.weight_scales import BLOCK, scale_shapes
+
 SUFFIXES = ("_scale_inv", "_scale")
 LEFT_OUT = ".input_scale"
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,13 +86,6 @@ def scaled_weight(name: str) -> str | None:
     return None
 
 
-def scale_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """List the accepted shapes of the scale of a weight [O, I]: blocks, channels, tensor."""
-    outputs, inputs = shape
-    blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
-    return [blocks, (outputs, 1), (outputs,), (1,), ()]
-
-
 def header_problems(
     name: str, shape: tuple[int, ...], scale_shape: tuple[int, ...], dtype: torch.dtype
 ) -> list[str]:
@@ -110,23 +98,6 @@ def header_problems(
     if dtype not in _SCALE_DTYPES:
         found.append(f"{name} is {dtype}, accepted are {[str(d) for d in _SCALE_DTYPES]}")
     return found
-
-
-def value_problems(name: str, scale: Tensor) -> list[str]:
-    """List the values of the scale `name` that no weight can have: NaN, infinite, zero, negative.
-
-    Waits for the device.
-    """
-    wrong = (
-        ("NaN", scale.isnan()),
-        ("infinite", scale.isinf()),
-        ("zero", scale == 0),
-        ("negative", (scale < 0) & ~scale.isinf()),
-    )
-    counts = [f"{n} {label}" for label, at in wrong if (n := int(at.sum()))]
-    if not counts:
-        return []
-    return [f"{name} has {' and '.join(counts)} of {scale.numel()}, accepted are finite values > 0"]
 
 
 def dequantise_into(target: Tensor, codes: Tensor, scale: Tensor) -> None:

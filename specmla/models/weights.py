@@ -10,17 +10,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specmla.errors import ArgumentError, CheckpointError
+from specmla.errors import ArgumentError, CheckpointError, require
 from specmla.models.config import DeepseekConfig
 from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.models.kept_codes import Kept, kept_codes, require_codes
+from specmla.models.kept_codes import keep_codes as put_codes
 from specmla.models.match import Match, left_out, match_tensors
 from specmla.models.scales import dequantise_into, quantization_problems
-from specmla.models.shards import CONFIG, WEIGHTS, Headers, read_headers, read_json, read_tensors
+from specmla.models.shards import (
+    CONFIG,
+    WEIGHTS,
+    Headers,
+    list_some,
+    read_headers,
+    read_json,
+    read_tensors,
+)
 
 _EMBEDDING = "model.embed_tokens.weight"
 # The router decides in float32 at least, so its tensors are kept that wide.
@@ -31,18 +42,22 @@ def load_checkpoint(
     directory: str | Path,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    *,
+    keep_codes: bool = False,
 ) -> tuple[DeepseekForCausalLM, DeepseekConfig]:
     """Load a DeepSeek-V2 or V3 checkpoint for inference.
 
-    Quantised linear layers are dequantised. Weights of MTP layers (`model.layers.N` for N >=
-    num_hidden_layers), saved rotary buffers, scales of activations and a saved copy of a tied head
-    are left out.
+    Quantised linear layers are dequantised, but `kv_b_proj` if its codes are kept. Weights of MTP
+    layers (`model.layers.N` for N >= num_hidden_layers), saved rotary buffers, scales of
+    activations and a saved copy of a tied head are left out.
 
     Args:
         directory: holds config.json and the safetensors.
         device: where the model is put.
         dtype: of the weights; None for that of the embedding in the file. The router keeps float32
             or wider.
+        keep_codes: let every `kv_b_proj` be an `E4M3UpProjection`; the checkpoint has to hold them
+            as e4m3 weights with scales.
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt, another architecture, or tensors
@@ -58,7 +73,11 @@ def load_checkpoint(
     model = _build_empty(folder, config, headers)
     match = _match(folder, model, headers)
     dtype = dtype or headers[match.sources[_EMBEDDING]][_EMBEDDING][1]
-    model.load_state_dict(read_state(folder, match, device, dtype), assign=True)
+    if keep_codes:
+        put_codes(model, device, dtype)
+    kept = kept_codes(model)
+    require_codes(folder, kept, match)
+    model.load_state_dict(read_state(folder, match, device, dtype, kept), assign=True)
     return model.requires_grad_(False).eval(), config
 
 
@@ -68,7 +87,7 @@ def reload_checkpoint(model: DeepseekForCausalLM, directory: str | Path) -> None
 
     Every tensor keeps its address, dtype and device, and the absorbed weights are views of them:
     captured graphs stay valid and compute with the new weights. The checkpoint may be quantised or
-    not, whatever the last one was.
+    not, whatever the last one was, but where codes are kept; their scales may be of any kind.
 
     Raises:
         CheckpointError: as `load_checkpoint`, or another config; nothing was written unless a file
@@ -79,16 +98,25 @@ def reload_checkpoint(model: DeepseekForCausalLM, directory: str | Path) -> None
     if config != model.config:
         raise CheckpointError(f"{folder / CONFIG} is {config}, accepted is {model.config}")
     match = _match(folder, model, read_headers(folder))
-    state = model.state_dict()
+    state, kept = model.state_dict(), kept_codes(model)
+    require_codes(folder, kept, match)
     for name, stored in _stored(folder, match):
-        _fill(state[name], stored, match.scales.get(name))
+        if name in kept:
+            kept[name].load(stored, match.scales[name])
+        else:
+            _fill(state[name], stored, match.scales.get(name))
 
 
 def save_checkpoint(model: DeepseekForCausalLM, directory: str | Path) -> None:
     """Write config.json and model.safetensors, readable by `load_checkpoint` and transformers.
 
     The directory is created if it does not exist; a tied head is not written twice.
+
+    Raises:
+        ArgumentError: a model with kept codes.
     """
+    names = list_some(list(kept_codes(model)))
+    require([f"{names}: e4m3 codes, accepted are widened weights"] if names else [], "save")
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
@@ -117,11 +145,22 @@ def read_config(directory: str | Path) -> DeepseekConfig:
 
 
 def read_state(
-    folder: Path, match: Match, device: torch.device | str, dtype: torch.dtype
+    folder: Path,
+    match: Match,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    kept: Kept = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Read all matched tensors, dequantised, in `dtype`; the router's in float32 or wider."""
+    """Read all matched tensors, dequantised, in `dtype`; the router's in float32 or wider.
+
+    Codes of `kept` are copied into those modules as they are.
+    """
     state: dict[str, Tensor] = {}
     for name, stored in _stored(folder, match):
+        if name in kept:
+            kept[name].load(stored, match.scales[name])
+            state[name] = kept[name].weight
+            continue
         wide = torch.promote_types(dtype, torch.float32) if name.endswith(_WIDE) else dtype
         state[name] = torch.empty(stored.shape, dtype=wide, device=device)
         _fill(state[name], stored, match.scales.get(name))

@@ -44,9 +44,11 @@ def test_batch_invariant_layers_are_timed_as_such(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     file = tmp_path / "layer.json"
     words = ["layer", "--batch", "1q2s20", *SIZES, "--batch-invariant", "--json", str(file)]
-    assert main(words) == 0
-    rows = json.loads(file.read_text())["rows"]
-    assert {(r["backend"], r["batch_invariant"]) for r in rows} == {("triton", True)}
+    for more in ([], ["--codes"]):
+        assert main(words + more) == 0
+        rows = json.loads(file.read_text())["rows"]
+        assert {(r["backend"], r["batch_invariant"]) for r in rows} == {("triton", True)}
+        assert {r["codes"] for r in rows} == {bool(more)}
 
 
 def test_a_wrong_backend_is_not_timed(

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from specmla.chunks import KEY_STEP
 from specmla.errors import ArgumentError
-from specmla.kernels.launch import launch_table
+from specmla.kernels.launch import describe_device, launch_table
 from specmla.kernels.matmul import find_tile, matmul_rows
 from specmla.row_local import Linear, RMSNorm, multiply, multiply_heads
 from specmla.testing import assert_within_budget
@@ -109,8 +109,7 @@ def test_one_tile_for_any_number_of_rows(
         matmul_rows(draw(rows, 1, 32, dtype=torch.float32, device=device), weight)
     assert len({tuple(named.items()) for _, named in seen}) == 1
     assert [grid[0] for grid, _ in seen] == [
-        -(-rows // find_tile("interpreter" if device.type == "cpu" else "sm_90", 4).rows)
-        for rows in (1, 64, 65, 200)
+        -(-rows // find_tile(describe_device(device).arch, 4).rows) for rows in (1, 64, 65, 200)
     ]
 
 
