@@ -1,4 +1,4 @@
-"""Merge of the pieces of cut tiles: partial outputs and base-2 LSE from scratch slots, in float32.
+"""Merge of the pieces of cut tiles: sums of weighted values and of weights, from scratch slots.
 
 Runs after the kernel of `hopper/` on the tiles that `schedule.py` listed. An item is 8 rows and so
 many columns that the pieces of a tile, usually all of them, are loaded at once: what it would
@@ -38,7 +38,7 @@ def merge_item(where, BLOCKS: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.cons
     N_ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
     OUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, OUT))
-    part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item = where
+    part_ptr, part_stat_ptr, record, out_ptr, lse_ptr, item = where
     first, second, step, pieces, base, live = record
     groups = (live + 7) // 8
     group, column = item % groups, item // groups * (8 * BLOCKS)
@@ -59,8 +59,10 @@ def merge_item(where, BLOCKS: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.cons
     for start in range(0, pieces, CHUNK):
         n = start + i
         slot = gl.where(n == 0, first, second + (n - 1) * step)
-        at = part_lse_ptr + slot[:, None] * 64 + group * 8 + r_lse[None, :]
-        lse = gl.load(at, mask=(n < pieces)[:, None], other=float("-inf"), cache_modifier=".cg")
+        at = part_stat_ptr + slot[:, None] * 128 + group * 8 + r_lse[None, :]
+        used = (n < pieces)[:, None]
+        peak = gl.load(at, mask=used, other=FLOOR, cache_modifier=".cg")
+        sums = gl.load(at + 64, mask=used, other=0.0, cache_modifier=".cg")
         n_wide = start + gl.arange(
             0, CHUNK, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
         )
@@ -68,10 +70,10 @@ def merge_item(where, BLOCKS: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.cons
         offset = (slot_wide * 32768 + inner)[:, None, None, None] + run[None, :, :, :]
         held = (n_wide < pieces)[:, None, None, None]
         value = gl.load(part_at + offset, mask=held, other=0.0, cache_modifier=".cg")
-        new_top = gl.maximum(top, gl.max(lse, axis=0))
+        new_top = gl.maximum(top, gl.max(peak, axis=0))
         shrink = gl.exp2(top - new_top)
-        weight = gl.exp2(lse - new_top[None, :])
-        total = total * shrink + gl.sum(weight, axis=0)
+        weight = gl.exp2(peak - new_top[None, :])
+        total = total * shrink + gl.sum(sums * weight, axis=0)
         value = gl.sum(value * weight[:, None, :, None], axis=0)
         acc = acc * gl.convert_layout(shrink, ROWS)[None, :, None] + value
         top = new_top
@@ -113,7 +115,7 @@ def read_record(merge_ptr, count, item):
 @gluon.jit(do_not_specialize_on_alignment=["merge_ptr"])
 def merge_kernel(
     part_ptr,  # [slots, 2, 64, 256] float32, each half in groups of 8 x 8
-    part_lse_ptr,  # [slots, 64] float32, base 2
+    part_stat_ptr,  # [slots, 2, 64] float32: largest base-2 score, sum of weights
     merge_ptr,  # [1 + tiles, MERGE_FIELDS] int32
     out_ptr,  # [T, H, 512]
     lse_ptr,  # [T, H] float32
@@ -137,7 +139,7 @@ def merge_kernel(
     if (begin < total) | (gl.program_id(0) == 0):
         cuda.gdc_wait()
     for at in range(begin, gl.minimum(begin + share, total)):
-        where = (part_ptr, part_lse_ptr, record, out_ptr, lse_ptr, item)
+        where = (part_ptr, part_stat_ptr, record, out_ptr, lse_ptr, item)
         if INVARIANT:
             merge_item(where, 4, 16, SOME)
         elif record[3] <= 4:

@@ -37,7 +37,7 @@ def signature(case: dict[str, Any]) -> dict[str, str]:
     dtype, lines = case["dtype"], min(case["G"], 64)
     named = dict.fromkeys(hopper_kernel.arg_names, "*i32")
     named |= dict.fromkeys(("out_ptr", "q_latent_ptr", "q_rope_ptr"), f"*{dtype}")
-    named |= dict.fromkeys(("lse_ptr", "part_ptr", "part_lse_ptr"), "*fp32")
+    named |= dict.fromkeys(("lse_ptr", "part_ptr", "part_stat_ptr"), "*fp32")
     named |= {name: "i32" for name in named if name.startswith("stride_")}
     named |= {"scale_log2": "fp32", "tree_bits_ptr": "*i64" if case["TREE"] else "*i32"}
     named["descriptor"] = f"tensordesc<{dtype}[1,{lines},64],{COPY.value!r}>"

@@ -15,6 +15,24 @@ def to_slot(part: torch.Tensor) -> torch.Tensor:
     return part.view(8, 8, 2, 32, 8).permute(2, 0, 3, 1, 4).reshape(2, 64, 256)
 
 
+def to_sums(parts: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give pieces as they are stored: values times the sum of weights, and (maximum, sum).
+
+    Args:
+        parts: [pieces, 64, 512], divided by the sum. lse: [pieces, 64], base 2; -inf: no key seen.
+    """
+    peak = torch.where(lse == -torch.inf, FLOOR, (lse - 1.5).floor())
+    total = torch.exp2(lse - peak)
+    return parts * total[:, :, None], torch.stack([peak, total], 1)
+
+
+def random_stats(slots: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw maxima of scores and sums of weights, at least 1 each: [slots, 2, 64]."""
+    peak = 3 * torch.randn(slots, 64, generator=generator)
+    return torch.stack([peak, 1 + 8 * torch.rand(slots, 64, generator=generator)], 1)
+
+
+FLOOR = -1.0e30
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
@@ -43,13 +61,13 @@ def test_merge_is_the_softmax_over_pieces(pieces: int, programs: int) -> None:
     parts[lse == -torch.inf] = 0
     slots = [5, *(8 + 4 * i for i in range(pieces - 1))]
     scratch = torch.full((9 + 4 * pieces, 2, 64, 256), float("nan"))
-    scratch_lse = torch.full((9 + 4 * pieces, 64), float("nan"))
-    for slot, part, part_lse in zip(slots, parts, lse, strict=True):
-        scratch[slot], scratch_lse[slot] = to_slot(part), part_lse
+    stats = torch.full((9 + 4 * pieces, 2, 64), float("nan"))
+    for slot, part, stat in zip(slots, *to_sums(parts, lse), strict=True):
+        scratch[slot], stats[slot] = to_slot(part), stat
     record = [5, 8, 4, pieces, 16, live, 0, 0]
     table = make_table([record])
     out, out_lse = torch.full((100, 512), 7.0), torch.full((100,), 7.0)
-    held = [t.to(CUDA) for t in (scratch, scratch_lse, table, out, out_lse)]
+    held = [t.to(CUDA) for t in (scratch, stats, table, out, out_lse)]
     merge_kernel[(programs,)](*held, INVARIANT=False, num_warps=WARPS)
     out, out_lse = held[3].cpu(), held[4].cpu()
 
@@ -71,7 +89,7 @@ def test_tiles_of_very_different_pieces(programs: int) -> None:
     generator = torch.Generator().manual_seed(programs)
     counts = [100, 2, 5, 17, 4, 12]
     scratch = torch.randn(sum(counts), 2, 64, 256, generator=generator).to(CUDA)
-    scratch_lse = (3 * torch.randn(sum(counts), 64, generator=generator)).to(CUDA)
+    stats = random_stats(sum(counts), generator).to(CUDA)
     begins = [sum(counts[:i]) for i in range(len(counts))]
     records = [
         [b, b + 1, 1, n, 64 * i, 64, 0, 0]
@@ -84,7 +102,7 @@ def test_tiles_of_very_different_pieces(programs: int) -> None:
         out_lse = torch.full((64 * len(counts),), 7.0, device=CUDA)
         merge_kernel[(programs,)](
             scratch,
-            scratch_lse,
+            stats,
             table,
             out,
             out_lse,
@@ -106,13 +124,13 @@ def test_an_unseen_last_piece_changes_no_bit_of_a_batch_invariant_merge(pieces: 
     """A row of a verify may not see the last run of keys; as a decode it has one piece fewer."""
     generator = torch.Generator().manual_seed(pieces)
     scratch = torch.randn(pieces + 1, 2, 64, 256, generator=generator).to(CUDA)
-    scratch_lse = (3 * torch.randn(pieces + 1, 64, generator=generator)).to(CUDA)
-    scratch[-1], scratch_lse[-1] = 0, -torch.inf
+    stats = random_stats(pieces + 1, generator).to(CUDA)
+    scratch[-1], stats[-1, 0], stats[-1, 1] = 0, FLOOR, 0
     found = []
     for count in (pieces, pieces + 1):
         table = make_table([[0, 1, 1, count, 0, 64, 0, 0]], invariant=True).to(CUDA)
         out, lse = torch.full((64, 512), 7.0, device=CUDA), torch.full((64,), 7.0, device=CUDA)
-        held = (scratch, scratch_lse, table, out, lse)
+        held = (scratch, stats, table, out, lse)
         merge_kernel[(40,)](*held, INVARIANT=True, num_warps=WARPS)
         found.append((out, lse))
     assert torch.equal(found[0][0], found[1][0])

@@ -55,14 +55,14 @@ def plan_shape(
 
 
 def plan_buffers(shape: PlanShape, num_sms: int) -> tuple[Buffer, Buffer, Buffer]:
-    """Say what a plan reserves: records (see `record_sizes`), partial outputs, partial LSE."""
+    """Say what a plan reserves: records (`record_sizes`), partial outputs, maxima and sums."""
     slots = 2 * num_sms
     if shape.run:
         slots = shape.num_tiles * shape.runs if shape.runs > 1 else 0
     return (
         Buffer((sum(record_sizes(shape, num_sms)),), torch.int32),
         Buffer((slots, 2, TILE_ROWS, 256), torch.float32),
-        Buffer((slots, TILE_ROWS), torch.float32),
+        Buffer((slots, 2, TILE_ROWS), torch.float32),
     )
 
 

@@ -65,7 +65,7 @@ def hopper_kernel(
     out_ptr,
     lse_ptr,
     part_ptr,
-    part_lse_ptr,
+    part_stat_ptr,
     q_latent_ptr,
     q_rope_ptr,
     descriptor,
@@ -111,7 +111,7 @@ def hopper_kernel(
     queries = (q_left, q_right, q_rope)
     keys = (k_left, k_right, k_rope)
     exchange = (weights, maxima, sums)
-    target = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
+    target = (out_ptr, lse_ptr, part_ptr, part_stat_ptr)
     query = (
         q_latent_ptr,
         q_rope_ptr,

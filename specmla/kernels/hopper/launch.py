@@ -84,7 +84,7 @@ def _main_launch(
     args = (
         *outputs,
         plan.partial_out,
-        plan.partial_lse,
+        plan.partial_stat,
         *inputs,
         part.block_table,
         part.row_extent,
@@ -120,5 +120,5 @@ def _merge_launch(out: Tensor, lse: Tensor, plan: HopperPlan) -> Launch:
         "enable_fp_fusion": FP_FUSION,
         "launch_pdl": True,
     }
-    args = (plan.partial_out, plan.partial_lse, plan.merge, out, lse)
+    args = (plan.partial_out, plan.partial_stat, plan.merge, out, lse)
     return Launch(MERGE, (plan.program.shape[0] * MERGE_PROGRAMS_PER_SM,), args, named)

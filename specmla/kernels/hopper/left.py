@@ -51,7 +51,7 @@ def left_partition(
     target, query, tables, walk, scale_log2 = attend
     queries, keys_shared, exchange, full, free, signal = shared
     weights_ready, queries_asked, queries_ready, sums_ready = signal
-    out_ptr, lse_ptr, part_ptr, part_lse_ptr = target
+    out_ptr, lse_ptr, part_ptr, part_stat_ptr = target
     latent_ptr, rope_ptr, stride_latent_t, stride_latent_h, stride_rope_t, stride_rope_h = query
     q_left, _q_right, q_rope = queries
     k_left, _k_right, k_rope = keys_shared
@@ -94,8 +94,9 @@ def left_partition(
             row_sum = scale_rows(row_sum, shrink) + fold(p)
             row_max = new_max
             if (b + 1) * BLOCK > keys:
-                clear_tail(k_left.index(stage), keys - b * BLOCK)
-            acc = scale_rows(acc, shrink)
+                clear_tail(k_left, stage, keys - b * BLOCK, it >> 24)
+            if b > at[2]:
+                acc = scale_rows(acc, shrink)
             operand = gl.convert_layout(p16, P_LAYOUT)
             acc = warpgroup_mma(operand, k_left.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -110,7 +111,7 @@ def left_partition(
                 row_sum = scale_rows(row_sum, shrink)
                 row_max = new_max
                 if (b + 2) * BLOCK > keys:
-                    clear_tail(k_left.index(stage), keys - (b + 1) * BLOCK)
+                    clear_tail(k_left, stage, keys - (b + 1) * BLOCK, it >> 24)
                 acc = scale_rows(acc, shrink)
                 other = k_rope.index(stage)
                 acc = warpgroup_mma(other, k_left.index(stage), acc, is_async=True)
@@ -125,19 +126,19 @@ def left_partition(
         arrive(sums_ready[0])
         wait(sums_ready[1], at[3] & 1)
         total += sums.index(1).load(S_ROWS)
-        empty = total == 0.0
-        safe = gl.where(empty, 1.0, total)
-        lse = gl.where(empty, float("-inf"), row_max + gl.log2(safe))
         first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, RUN)
         row = gl.arange(0, BLOCK, S_ROWS)
         if slot < 0:
+            empty = total == 0.0
+            safe = gl.where(empty, 1.0, total)
+            lse = gl.where(empty, float("-inf"), (row_max + gl.log2(safe)) * LN_2)
             at_row = first_row * H + tile * BLOCK + row
-            gl.store(lse_ptr + at_row, lse * LN_2, mask=tile * BLOCK + row < rows * H)
-        else:
-            gl.store(part_lse_ptr + slot * BLOCK + row, lse)
-        acc = scale_rows(acc, gl.where(empty, 0.0, 1.0 / safe))
-        if slot < 0:
+            gl.store(lse_ptr + at_row, lse, mask=tile * BLOCK + row < rows * H)
+            acc = scale_rows(acc, gl.where(empty, 0.0, 1.0 / safe))
             write_out(acc, out_ptr, q_left.index(0), first_row, rows, tile, 0, H)
         else:
+            to = part_stat_ptr + slot * (2 * BLOCK) + row
+            gl.store(to, row_max)
+            gl.store(to + BLOCK, total)
             write_part(acc, part_ptr, slot, rows * H - tile * BLOCK, 0)
         at, more = next_piece(walk, at, H, RUN)

@@ -37,7 +37,7 @@ class HopperPlan:
         shape: that it was made for.
         program, entry, merge: int32 records, see `schedule.py`.
         partial_out: [slots, 2, 64, 256] float32, two slots an SM, or one for each run of each tile.
-        partial_lse: [slots, 64] float32, base 2.
+        partial_stat: [slots, 2, 64] float32: largest base-2 score and sum of weights of each row.
         repeat: the last call on this plan, for further layers.
     """
 
@@ -46,7 +46,7 @@ class HopperPlan:
     entry: Tensor
     merge: Tensor
     partial_out: Tensor
-    partial_lse: Tensor
+    partial_stat: Tensor
     repeat: RepeatedAttention = field(default_factory=RepeatedAttention, compare=False, repr=False)
 
 
@@ -93,7 +93,7 @@ def make_plan(part: VerifyPart, num_heads: int, run: int) -> HopperPlan:
 
 def _reserve(shape: PlanShape, device: torch.device) -> HopperPlan:
     num_sms = describe_device(device).num_sms
-    records, partial_out, partial_lse = (
+    records, partial_out, partial_stat = (
         buffer.empty(device) for buffer in plan_buffers(shape, num_sms)
     )
     program, entry, merge = records.split(record_sizes(shape, num_sms))
@@ -103,5 +103,5 @@ def _reserve(shape: PlanShape, device: torch.device) -> HopperPlan:
         entry.view(-1, RECORD_FIELDS),
         merge.view(-1, RECORD_FIELDS),
         partial_out,
-        partial_lse,
+        partial_stat,
     )

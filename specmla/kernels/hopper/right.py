@@ -35,7 +35,7 @@ def right_partition(
     target, query, tables, walk, scale_log2 = attend
     queries, keys_shared, exchange, full, free, signal = shared
     weights_ready, queries_asked, queries_ready, sums_ready = signal
-    out_ptr, _lse_ptr, part_ptr, _part_lse_ptr = target
+    out_ptr, _lse_ptr, part_ptr, _part_stat_ptr = target
     latent_ptr, _rope_ptr, stride_latent_t, stride_latent_h, _stride_rope_t, _stride_rope_h = query
     _q_left, q_right, _q_rope = queries
     k_left, k_right, k_rope = keys_shared
@@ -68,7 +68,8 @@ def right_partition(
             firsts += 1
             first_max = maxima.index(0).load(S_ROWS)
             shrink = gl.exp2(row_max - first_max)
-            acc = scale_rows(acc, shrink)
+            if b > at[2]:
+                acc = scale_rows(acc, shrink)
             acc = warpgroup_mma(weights.index(it >> 24), k_right.index(stage), acc, is_async=True)
             s = hide_keys(s, b + 1, prefix, limits, WINDOW, TREE)
             new_max = gl.maximum(first_max, gl.max(s, axis=1) * scale_log2)
@@ -87,7 +88,7 @@ def right_partition(
             acc = warpgroup_mma_wait(0, deps=[acc])
             arrive(free[2].index(stage))
             if (b + 2) * BLOCK > keys:
-                clear_tail(k_right.index(other), keys - (b + 1) * BLOCK)
+                clear_tail(k_right, other, keys - (b + 1) * BLOCK, it >> 24)
             acc = scale_rows(acc, shrink)
             operand = gl.convert_layout(p16, P_LAYOUT)
             acc = warpgroup_mma(operand, k_right.index(other), acc, is_async=True)
@@ -102,9 +103,10 @@ def right_partition(
             new_max = maxima.index(0).load(S_ROWS)
             shrink = gl.exp2(row_max - new_max)
             row_sum = scale_rows(row_sum, shrink)
-            acc = scale_rows(acc, shrink)
+            if end - 1 > at[2]:
+                acc = scale_rows(acc, shrink)
             if end * BLOCK > keys:
-                clear_tail(k_right.index(stage), keys - (end - 1) * BLOCK)
+                clear_tail(k_right, stage, keys - (end - 1) * BLOCK, it >> 24)
             acc = warpgroup_mma(weights.index(it >> 24), k_right.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             arrive(free[2].index(stage))
@@ -114,11 +116,10 @@ def right_partition(
         arrive(sums_ready[1])
         wait(sums_ready[0], at[3] & 1)
         total += sums.index(0).load(S_ROWS)
-        empty = total == 0.0
-        inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
-        acc = scale_rows(acc, inverse)
         first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, RUN)
         if slot < 0:
+            empty = total == 0.0
+            acc = scale_rows(acc, gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total)))
             write_out(acc, out_ptr, q_right.index(0), first_row, rows, tile, 1, H)
         else:
             write_part(acc, part_ptr, slot, rows * H - tile * BLOCK, 1)
