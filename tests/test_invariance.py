@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import random
 from collections.abc import Sequence
@@ -22,15 +23,18 @@ from specmla.backends.reference import ReferenceBackend
 from specmla.backends.select import get_backend
 from specmla.batch_split import BatchRules
 from specmla.builder import MetadataBuilder
+from specmla.cache import cache_format
 from specmla.cache.latent import LatentCache
 from specmla.config import MLAConfig
 from specmla.errors import ArgumentError, UnsupportedError
 from specmla.invariance import make_batch_invariant
 from specmla.layer import MLAAttention
 from specmla.metadata import RequestKind, RequestRows
+from specmla.quant_output import QuantOutput
 from specmla.rope import RotaryEmbedding
 from specmla.testing import assert_within_budget
 from specmla.workspace import PrefillWorkspace
+from tests.test_prefill_memory import LiveBytes
 
 VERIFY, EXTEND, PROMPT = RequestKind.VERIFY, RequestKind.EXTEND, RequestKind.PROMPT
 CONFIG = MLAConfig(40, 2, 32, 12, 16, 10, q_lora_rank=20)
@@ -59,9 +63,9 @@ def make_layer(dtype: torch.dtype, config: MLAConfig = CONFIG) -> MLAAttention:
     return layer
 
 
-def make_backend(name: str = "triton", piece_keys: int = 64) -> AttentionBackend:
-    backend = type(get_backend(name))
-    return backend(batch_invariant=True, piece_keys=piece_keys)  # type: ignore[call-arg]
+def make_backend(name: str = "triton", **options: object) -> AttentionBackend:
+    """Build one with pieces of 64 keys, so that short requests have several."""
+    return type(get_backend(name))(batch_invariant=True, piece_keys=64, **options)  # type: ignore
 
 
 class Served(NamedTuple):
@@ -90,11 +94,14 @@ class Served(NamedTuple):
         hidden = [torch.randn(n, dims.hidden_size, generator=draw) for n in lens]
         counts = [-(-n // page_size) for n in lens]
         free = random.Random(seed).sample(range(sum(counts) + 2), sum(counts) + 2)
-        pool = torch.full(
-            (len(free), page_size, dims.cache_width), torch.nan, dtype=dtype, device=DEVICE
-        )
+        backend = backend or make_backend()
+        held = backend.cache_format
+        stored, width = (dtype, dims.cache_width) if held is None else held.storage
+        pool = torch.full((len(free), page_size, width), 0xFF, dtype=stored, device=DEVICE)
+        if held is None:
+            pool.fill_(torch.nan)
         builder = MetadataBuilder(
-            backend=backend or make_backend(), page_size=page_size, num_pages=len(free),
+            backend=backend, page_size=page_size, num_pages=len(free),
             num_heads=dims.num_heads, kv_lora_rank=dims.kv_lora_rank, device=DEVICE,
             max_seq_len=1000, dtype=dtype,
         )  # fmt: skip
@@ -107,16 +114,21 @@ class Served(NamedTuple):
         builder.configure(BatchRules(4, workspace=workspace, batch_invariant=invariant))
         return cls(
             layer,
-            LatentCache.from_pool([pool]),
+            LatentCache.from_pool([pool], format=held),
             builder,
             [h.to(DEVICE, dtype) for h in hidden],
             [tuple(free.pop() for _ in range(count)) for count in counts],
         )
 
     def run(
-        self, steps: Sequence[Sequence[Row]], cached: dict[int, int] | None = None
+        self,
+        steps: Sequence[Sequence[Row]],
+        cached: dict[int, int] | None = None,
+        output: QuantOutput | None = None,
     ) -> dict[int, Tensor]:
-        """Run steps one after another; gives all computed rows of each request."""
+        """Run steps one after another; gives all computed rows of each request, or those that
+        `output` takes.
+        """
         lengths, got = dict(cached or {}), {}
         for step in steps:
             requests = []
@@ -127,10 +139,11 @@ class Served(NamedTuple):
             order = [step[i] for i in metadata.order]
             packed = torch.cat([self.hidden[i][lengths[i] - n : lengths[i]] for i, _, n in order])
             angles = RotaryEmbedding(self.layer.config).at(metadata.positions, packed.dtype)
-            out = self.layer(packed, angles, self.cache, 0, metadata, self.builder.backend)
+            given = packed, angles, self.cache, 0, metadata, self.builder.backend
+            out = self.layer(*given) if output is None else self.layer.attend(*given, output)
             pieces = out.split([n for _, _, n in order])
             for (i, _, _), piece in zip(order, pieces, strict=True):
-                got.setdefault(i, []).append(piece)
+                got.setdefault(i, []).append(piece.clone())
         return {i: torch.cat(pieces) for i, pieces in got.items()}
 
 
@@ -249,6 +262,58 @@ def test_other_backends(name: str) -> None:
     want = own.run(ALONE[1])
     got = mixed.run([[(0, PROMPT, 70)], [(1, PROMPT, 33), (0, VERIFY, 3)], [(1, VERIFY, 5)]])
     assert_same({1: got[1]}, want)
+
+
+FEW: dict[int, list[list[Row]]] = {
+    0: [[(0, PROMPT, 70)], [(0, VERIFY, 3)]],
+    1: [[(1, PROMPT, 33)], [(1, VERIFY, 5)]],
+}
+MIXED: list[list[Row]] = [[(0, PROMPT, 69)], [(1, PROMPT, 33), (0, EXTEND, 1)]]
+MIXED += [[(1, VERIFY, 5), (0, VERIFY, 3)]]
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_per_token_head"])
+def test_over_quantised_rows(name: str) -> None:
+    dims = MLAConfig(40, 2, 128, 12, 32, 10)
+    layer = make_layer(torch.float32, dims)
+    scale = {"k_scale": 2.0**-6} if name == "fp8" else {}
+    held = cache_format(name, 128, 32, dtype=torch.float32, **scale)
+    own, mixed = (
+        Served.make(layer, make_backend(cache_format=held), workspace_rows=rows)
+        for rows in (None, 64)
+    )
+    want = {i: own.run(steps)[i] for i, steps in FEW.items()}
+    assert want[0].isfinite().all()
+    assert_same(mixed.run(MIXED), want)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_outputs_as_codes(fused: bool) -> None:
+    """Verify rows alone or beside others; prompt rows are quantised by themselves in any case."""
+    layer = make_layer(torch.float32, dataclasses.replace(CONFIG, v_head_dim=64))
+
+    def run(steps: list[list[Row]]) -> dict[int, Tensor]:
+        served = Served.make(layer, lens=(80, 40, 10))
+        values = torch.zeros(110, 128, dtype=torch.uint8, device=DEVICE)
+        scales = torch.zeros(110, 2, device=DEVICE)
+        output = QuantOutput(values.view(torch.float8_e4m3fn), block_scale=scales, fused=fused)
+        got = served.run(steps, output=output)
+        return {i: rows.view(torch.uint8) for i, rows in got.items()}
+
+    want = run(FEW[0]) | run(FEW[1])
+    assert want[0].any()
+    assert_same(run(MIXED), want)
+
+
+def test_what_a_prompt_takes_does_not_grow_with_its_context() -> None:
+    layer, largest = make_layer(torch.float32), []
+    for context in (130, 300):
+        served = Served.make(layer, workspace_rows=64, lens=(context + 9,))
+        served.cache.layer(0).normal_()
+        with LiveBytes() as counter:
+            served.run([[(0, PROMPT, 9)]], cached={0: context})
+        largest.append(counter.largest)
+    assert largest[0] == largest[1]
 
 
 def test_all_reasons_at_once() -> None:
