@@ -117,11 +117,11 @@ class E4M3UpProjection(UpProjection):
         """
         raise UnsupportedError("E4M3UpProjection", ["absorbed weights exist as e4m3 codes alone"])
 
-    def output_problems(self, output: QuantOutput | None) -> list[str]:
-        """List why lifted rows can't go to `output`."""
-        if output is None or not output.fused:
-            return []
-        return ["output is fused, accepted with a kv_b_proj of e4m3 codes is fused=False"]
+    def lift_into(self, output: QuantOutput, latent: Tensor) -> None:
+        """Lift latents `[T, H, C]` into the first T rows of a fused output."""
+        _, w_uv = self._by_head(self.weight)
+        _, scale = self._by_head(self.scale)
+        output.lift(latent, w_uv.transpose(1, 2), scale)
 
     def _by_head(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """View a tensor of H * (P + V) rows as those of W_UK [H, P, *] and of W_UV [H, V, *]."""

@@ -131,9 +131,8 @@ class MLAAttention(nn.Module):
                 nothing was stored.
         """
         width = self.config.num_heads * self.config.v_head_dim
-        rows, reasons = metadata.num_rows, self.kv_b_proj.output_problems(output)
-        if output is not None:
-            reasons += output.problems(rows, width, hidden.dtype, self.config.v_head_dim)
+        rows, one = metadata.num_rows, self.config.v_head_dim
+        reasons = [] if output is None else output.problems(rows, width, hidden.dtype, one)
         if self.batch_invariant:
             reasons += step_problems(hidden, cache, metadata, backend, self.fused_store)
         if hidden.shape[:-1] != metadata.positions.shape:
@@ -180,7 +179,7 @@ class MLAAttention(nn.Module):
         ).out
         if fused is None:
             return self.kv_b_proj.lift(latent)
-        fused.lift(latent, self.absorbed_weights()[1])
+        self.kv_b_proj.lift_into(fused, latent)
         return latent.new_empty(0, fused.width)
 
     def forward_mha(

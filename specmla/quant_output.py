@@ -98,8 +98,11 @@ class QuantOutput:
             found.append(f"output is {self.values.dtype}, accepted is {dtype} or a quantised one")
         return found
 
-    def lift(self, latent: Tensor, w_uv: Tensor) -> None:
-        """Up-project latents `[T, H, C]` by `[H, C, V]` into the first T rows, in one kernel."""
+    def lift(self, latent: Tensor, w_uv: Tensor, weight_scale: Tensor | None = None) -> None:
+        """Up-project latents `[T, H, C]` by `[H, C, V]` into the first T rows, in one kernel.
+
+        `w_uv` may be codes (uint8), with their scales [H, V, ceil(C / 128)] float32.
+        """
         from specmla.kernels.lift import lift_rows
 
         values, made = (
@@ -108,7 +111,7 @@ class QuantOutput:
         )
         assert values is not None
         latent = latent if latent.stride(-1) == 1 else latent.contiguous()
-        lift_rows(latent, w_uv, KINDS[self.key], values, self.scale, made)
+        lift_rows(latent, w_uv, KINDS[self.key], values, self.scale, made, weight_scale)
 
     def write(self, rows: Tensor, first: int = 0) -> Tensor:
         """Quantise `[T, W]` into rows `first` on of the buffers, and no others; gives all rows up

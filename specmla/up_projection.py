@@ -64,9 +64,9 @@ class UpProjection(Linear):
         dims = self.config
         return self.expand(*rows.split((dims.kv_lora_rank, dims.qk_rope_head_dim), dim=-1))
 
-    def output_problems(self, output: QuantOutput | None) -> list[str]:
-        """List why lifted rows can't go to `output`, beside what it says itself."""
-        return []
+    def lift_into(self, output: QuantOutput, latent: Tensor) -> None:
+        """Lift latents `[T, H, C]` into the first T rows of a fused output."""
+        output.lift(latent, self.absorbed_weights()[1])
 
     @property
     def dtype(self) -> torch.dtype:

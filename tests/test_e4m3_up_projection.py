@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,23 +135,29 @@ def test_a_layer_gives_the_bits_of_one_with_widened_weights() -> None:
         torch.testing.assert_close(got[i], rows, rtol=1e-4, atol=1e-4)
     alone = Served.make(layer).run([*ALONE[1]])
     assert_same({1: alone[1]}, got)
-    served = Served.make(layer)
-    served.run([[(1, PROMPT, 1)]])
-    refused = QuantOutput(torch.empty(40, 20, device=DEVICE), fused=True)
-    with pytest.raises(ArgumentError, match="output is fused, accepted with a kv_b_proj of e4m3"):
-        attend_into(served, refused)
     with pytest.raises(UnsupportedError, match="exist as e4m3 codes alone"):
         layer.absorbed_weights()
 
 
-def attend_into(served: Served, output: QuantOutput) -> None:
-    from specmla.metadata import RequestRows
-    from specmla.rope import RotaryEmbedding
-
-    step = served.builder.build([RequestRows(VERIFY, 1, 2, served.pages[1])])
-    angles = RotaryEmbedding(served.layer.config).at(step.positions, torch.float32)
-    hidden, backend = served.hidden[1][1:2], served.builder.backend
-    served.layer.attend(hidden, angles, served.cache, 0, step, backend, output)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["block", "channel", "tensor"])
+def test_fused_outputs_are_those_of_the_same_kernel_over_widened_weights(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """Groups of 128 lie within heads of 128; keys of 44 rows put them across blocks of scales."""
+    dims = dataclasses.replace(STRADDLING, v_head_dim=128)
+    made, plain, _ = make_pair(dims, kind, dtype)
+    latent = draw(35, 3, 160, dtype=dtype)
+    got = []
+    for module in (made, plain):
+        values = torch.zeros(35, 3 * 128, dtype=torch.uint8, device=DEVICE)
+        scales = torch.zeros(35, 3, device=DEVICE)
+        output = QuantOutput(values.view(torch.float8_e4m3fn), block_scale=scales, fused=True)
+        module.lift_into(output, latent)
+        got.append((values, scales))
+    assert got[0][0].any()
+    assert torch.equal(got[0][0], got[1][0])
+    assert torch.equal(got[0][1], got[1][1])
 
 
 def test_half_of_the_memory_and_nothing_beside_the_results() -> None:

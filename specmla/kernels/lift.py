@@ -20,6 +20,7 @@ from specmla.kernels.direct import DirectKernel
 from specmla.kernels.e2m1 import E2M1_MAX, encode_e2m1, has_nan, join_halves
 from specmla.kernels.e4m3 import E4M3_MAX, clamp_finite, decode_e4m3, encode_e4m3
 from specmla.kernels.launch import next_power_of_2
+from specmla.kernels.matmul import SCALE_BLOCK
 
 BLOCK_N, NUM_WARPS = 128, 8
 TILES = {2: (32, 32), 4: (16, 16)}
@@ -40,14 +41,15 @@ def group_absmax(value):
 
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["block_scale_ptr", "scale_ptr"],
+    do_not_specialize_on_alignment=["block_scale_ptr", "scale_ptr", "weight_scale_ptr"],
 )
 def lift_kernel(
     out_ptr,  # [T, H * V] of the model's dtype, uint8 codes, or [T, H * V / 2] uint8
     block_scale_ptr,  # [T, H * V / GROUP], float32 or uint8, or None
     scale_ptr,  # [1] float32, or None
     latent_ptr,  # [T, H, C]
-    weight_ptr,  # [H, C, V]
+    weight_ptr,  # [H, C, V], uint8 codes of e4m3 if they have scales
+    weight_scale_ptr,  # [H, V, C / 128] float32, or None
     num_rows,
     stride_out,
     stride_block_t,
@@ -57,6 +59,9 @@ def lift_kernel(
     stride_weight_h,
     stride_weight_c,
     stride_weight_v,
+    stride_weight_scale_h,
+    stride_weight_scale_v,
+    stride_weight_scale_c,
     C: tl.constexpr,
     V: tl.constexpr,
     KIND: tl.constexpr,
@@ -73,14 +78,21 @@ def lift_kernel(
     alive = (rows < num_rows)[:, None]
     latent_at = (latent_ptr + rows * stride_latent_t + head * stride_latent_h)[:, None]
     weight_at = weight_ptr + head * stride_weight_h + cols.to(tl.int64)[None, :] * stride_weight_v
+    if weight_scale_ptr is not None:
+        shift = cols.to(tl.int64) * stride_weight_scale_v
+        weight_scale_at = weight_scale_ptr + head * stride_weight_scale_h + shift
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, C, BLOCK_K):
         at = k + ks
         latent = tl.load(latent_at + at[None, :], mask=alive & (at < C)[None, :], other=0.0)
         inside = (at < C)[:, None] & (cols < V)[None, :]
         weight = tl.load(
-            weight_at + at.to(tl.int64)[:, None] * stride_weight_c, mask=inside, other=0.0
+            weight_at + at.to(tl.int64)[:, None] * stride_weight_c, mask=inside, other=0
         )
+        if weight_scale_ptr is not None:
+            scale_at = weight_scale_at + k // SCALE_BLOCK * stride_weight_scale_c
+            weight_scale = tl.load(scale_at, mask=cols < V, other=0.0)
+            weight = (decode_e4m3(weight) * weight_scale[None, :]).to(latent.dtype)
         acc = tl.dot(latent, weight, acc, input_precision="ieee")
     rounded = acc.to(latent_ptr.dtype.element_ty)
     out_at = out_ptr + (rows * stride_out)[:, None]
@@ -128,15 +140,17 @@ def lift_rows(
     values: Tensor,
     scale: Tensor | None = None,
     block_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
 ) -> None:
     """Write latents [T, H, C] times W_UV [H, C, V] into the first T rows of `values`.
 
     Args:
-        latent: last stride 1. weight: of the same dtype, any strides.
+        latent: last stride 1. weight: of the same dtype, or uint8 codes of e4m3; any strides.
         kind: 0 as they are, 1 e4m3 by `scale`, 2 e4m3 by groups, 3 nvfp4.
         values: [>= T, H * V] of the dtype, uint8, or [>= T, H * V / 2] uint8; columns contiguous.
         scale: [1] float32, for kinds 1 and 3. block_scale: [>= T, groups] float32 or uint8, for
             kinds 2 and 3, of whole groups in a head.
+        weight_scale: [H, V, ceil(C / 128)] float32, of the weight's codes.
     """
     num_rows, heads, rank = latent.shape
     width = weight.shape[2]
@@ -153,11 +167,13 @@ def lift_rows(
             scale,
             latent.detach(),
             weight.detach(),
+            weight_scale,
             num_rows,
             values.stride(0),
             *(block_scale.stride() if block_scale is not None else (0, 0)),
             *latent.stride()[:2],
             *weight.stride(),
+            *((0, 0, 0) if weight_scale is None else weight_scale.stride()),
             C=rank,
             V=width,
             KIND=kind,
@@ -174,17 +190,22 @@ def aot_variants() -> list[tuple[Any, dict[str, str], dict[str, int], dict[str, 
     """List what is compiled ahead of time: kernel, signature, constexprs, launch options."""
     out = []
     forms = ((0, 1, "bf16"), (1, 1, "bf16"), (2, 128, "bf16"), (2, 64, "fp16"), (3, 16, "bf16"))
-    for kind, group, element in (*forms, (0, 1, "fp32"), (3, 16, "fp32")):
+    plain = [(*form, False) for form in (*forms, (0, 1, "fp32"), (3, 16, "fp32"))]
+    by_codes = [(*form, True) for form in (*forms[1:], (2, 128, "fp32"))]
+    for kind, group, element, codes in (*plain, *by_codes):
         block_m, block_k = TILES[4 if element == "fp32" else 2]
         constexprs: dict[str, Any] = {"stride_weight_c": 1, "C": 512, "V": 128, "KIND": kind}
         constexprs |= {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": BLOCK_N, "BLOCK_K": block_k}
+        if not codes:
+            constexprs["weight_scale_ptr"] = None
         if kind < 2:
             constexprs["block_scale_ptr"] = None
         if kind in (0, 2):
             constexprs["scale_ptr"] = None
         signature = {"block_scale_ptr": "*fp32" if kind == 2 else "*u8", "scale_ptr": "*fp32"}
         signature |= {"out_ptr": "*u8" if kind else f"*{element}"}
-        signature |= {"latent_ptr": f"*{element}", "weight_ptr": f"*{element}"}
+        signature |= {"latent_ptr": f"*{element}", "weight_scale_ptr": "*fp32"}
+        signature |= {"weight_ptr": "*u8" if codes else f"*{element}"}
         signature |= dict.fromkeys(constexprs, "constexpr")
         scalars = [name for name in lift_kernel.arg_names if name not in signature]
         signature |= dict.fromkeys(scalars, "i32")
