@@ -43,6 +43,8 @@ class DDTreeDrafter:
         ArgumentError: a budget below 1, rates that no tree can be planned from.
     """
 
+    drafts_trees = True
+
     def __init__(
         self,
         blocks: BlockDrafter,

@@ -54,6 +54,8 @@ class DraftModelTreeDrafter(DraftModelDrafter):
         UnsupportedError: no backend can serve the model, or not with trees.
     """
 
+    drafts_trees = True
+
     def __init__(
         self,
         model: DeepseekForCausalLM,

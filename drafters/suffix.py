@@ -92,6 +92,11 @@ class SuffixDrafter:
         self._own: dict[Hashable, _Own] = {}
 
     @property
+    def drafts_trees(self) -> bool:
+        """Whether steps for trees are worth capturing."""
+        return self.tree
+
+    @property
     def drafts_ahead(self) -> bool:
         """Chains go on as far as asked; where a tree would, nobody could say."""
         return not self.tree

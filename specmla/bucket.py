@@ -18,6 +18,7 @@ class Bucket:
         num_requests: B, most requests of a replay.
         query_len: Q, rows of a request: 1 + K.
         ragged: requests may bring fewer rows; otherwise Q exactly.
+        trees: drafts may be trees; chains are served too, slower than without.
 
     Raises:
         ArgumentError: a size that is no integer or below 1.
@@ -26,6 +27,7 @@ class Bucket:
     num_requests: int
     query_len: int
     ragged: bool = True
+    trees: bool = False
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -36,8 +38,11 @@ class Bucket:
         """T, padding included."""
         return self.num_requests * self.query_len
 
-    def problems(self, query_lens: Sequence[int]) -> list[str]:
-        """List why requests of these rows can't be a replay: none is ever cut to fit."""
+    def problems(self, query_lens: Sequence[int], trees: bool = False) -> list[str]:
+        """List why requests of these rows can't be a replay: none is ever cut to fit.
+
+        `trees`: whether some of them bring trees.
+        """
         found, least = [], 1 if self.ragged else self.query_len
         if len(query_lens) > self.num_requests:
             found.append(f"there are {len(query_lens)} requests, captured are {self.num_requests}")
@@ -45,6 +50,8 @@ class Bucket:
         if wrong:
             captured = f"1 to {self.query_len}" if self.ragged else f"{self.query_len}"
             found.append(f"query_len is {wrong}, captured is {captured}")
+        if trees and not self.trees:
+            found.append("there are trees, captured are chains")
         return found
 
     def spread(self, packed: array[int], query_lens: Sequence[int], fill: int) -> array[int]:

@@ -47,7 +47,8 @@ class CapturedMetadata:
         along: [size] int64 on the device, by name.
 
     Raises:
-        ArgumentError: ragged rows on a UNIFORM backend, trees of more rows than a word has bits.
+        ArgumentError: ragged rows on a UNIFORM backend, a mask that the backend lacks, trees of
+            more rows than a word has bits.
     """
 
     def __init__(
@@ -65,6 +66,9 @@ class CapturedMetadata:
             reasons.append(
                 f"ragged is True; backend {has.name!r} is UNIFORM and accepts ragged=False"
             )
+        if mask not in has.masks:
+            served = sorted(m.value for m in has.masks)
+            reasons.append(f"mask is {mask.value!r}; backend {has.name!r} accepts {served}")
         if mask is DraftMask.TREE and bucket.query_len > MAX_TREE_NODES:
             reasons.append(
                 f"query_len is {bucket.query_len}, accepted in trees is 1 to {MAX_TREE_NODES}"

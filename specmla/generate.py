@@ -117,9 +117,8 @@ def generate(
         num_speculative_tokens: K for all requests, or by request (absent: 0), or a budget that
             chooses it before each step.
         graphs: capture verifies as CUDA graphs first, in these buckets, or in `doubling_buckets`
-            up to the prompts' number and K if True; prompts, trees and penalties run as they do
-            without. So is drafting, of a `CapturableDrafter`. On a CPU the same buffers are used,
-            without graphs.
+            up to the prompts' number and K if True, and drafting of a `CapturableDrafter`; prompts
+            and penalties run as they do without. On a CPU the same buffers are used, no graphs.
         overlap: plan every step before the last one's verdict has arrived (`overlapped_loop`).
 
     Raises:
@@ -186,9 +185,13 @@ def make_runner(
         raise UnsupportedError("graphs", [reason])
     budget = num_drafts if isinstance(num_drafts, Budget) else FixedBudget(num_drafts)
     most = budget.max_drafts if drafter else 0
-    buckets = doubling_buckets(len(prompts), 1 + most) if graphs is True else list(graphs)
+    buckets = [] if graphs is True else list(graphs)
+    if graphs is True:
+        trees = getattr(drafter, "drafts_trees", False)
+        buckets = doubling_buckets(len(prompts), 1 + most, trees=trees)
     sampling = [params for _, params in prompts.values()]
-    if isinstance(drafter, CapturableDrafter) and any(b.query_len > 1 for b in buckets):
+    chains = any(b.query_len > 1 and not b.trees for b in buckets)
+    if isinstance(drafter, CapturableDrafter) and chains:
         drafter.capture(buckets, sampling)
     return CapturedStep(
         step,

@@ -91,7 +91,9 @@ class CapturedStep:
         batches = [SamplingBatch.build(group, device) for group in groups]
         modes = {mode: b for b in batches for mode in modes_of(b, draft_probs)}
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        ordered = sorted(set(buckets), key=lambda b: (b.num_rows, b.num_requests, b.ragged))
+        ordered = sorted(
+            set(buckets), key=lambda b: (b.num_rows, b.num_requests, b.ragged, b.trees)
+        )
         self._plans = self._make_plans(ordered, any(mode.has_probs for mode in modes))
         # The largest first: the others fit into the memory that it took.
         self._graphs = {
@@ -159,13 +161,13 @@ class CapturedStep:
         if prompts:
             found.append(f"requests {prompts[:8]} are prompts, captured are verifies alone")
         trees = [r.request_id for r in planned if r.tree]
-        if trees:
+        if trees and not any(bucket.trees for bucket in self._plans):
             found.append(f"requests {trees[:8]} bring trees, captured are chains")
         mode = find_mode(self._modes, planned, proposal, sampling)
         if isinstance(mode, str):
             found.append(mode)
         lens = [1 + r.num_drafts for r in planned]
-        misfits = {bucket: bucket.problems(lens) for bucket in self._plans}
+        misfits = {bucket: bucket.problems(lens, bool(trees)) for bucket in self._plans}
         fitting = next((bucket for bucket, why in misfits.items() if not why), None)
         if fitting is not None and not found and isinstance(mode, Mode):
             return self._lay_out(self._plans[fitting], self._graphs[fitting, mode])

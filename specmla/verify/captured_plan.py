@@ -11,12 +11,15 @@ from torch import Tensor
 from specmla.bucket import Bucket
 from specmla.builder import MetadataBuilder
 from specmla.capture import CapturedMetadata
+from specmla.mask import DraftMask
 from specmla.metadata import RequestRows, StepMetadata
 from specmla.staging import send
 from specmla.verify.captured_sampling import HeldSampling
+from specmla.verify.captured_trees import padded_tables, padded_trees, tree_sizes
 from specmla.verify.plan import PlannedRequest, StepPlan
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.sampling import SamplingBatch
+from specmla.verify.tree import TreeTables
 from specmla.verify.vocab import dense_probs, send_probs
 
 
@@ -49,7 +52,9 @@ class CapturedPlan:
             "source": num * (length - 1),
             "logit_rows": num * length,
         }
-        self.metadata = CapturedMetadata(builder, bucket, sizes)
+        mask = DraftMask.TREE if bucket.trees else DraftMask.CAUSAL
+        self.metadata = CapturedMetadata(builder, bucket, sizes | tree_sizes(bucket), mask=mask)
+        self._tree = self._tree_tables()
         device = builder.device
         self._row_table = torch.arange(num * length, device=device).view(num, length)
         self._token_ids = torch.zeros(num, length, dtype=torch.int64, device=device)
@@ -71,6 +76,7 @@ class CapturedPlan:
         # An id outside the vocabulary is refused by the rule; the look-up must survive it.
         safe = self._drafts.clamp(0, self.vocab_size - 1)
         torch.cat([metadata.along["anchors"][:, None], safe], dim=1, out=self._token_ids)
+        self._tree = self._tree_tables()
         return self._plan((), metadata, sampling, has_probs=has_probs)
 
     def for_replay(
@@ -116,7 +122,11 @@ class CapturedPlan:
             draft_probs=self.draft_probs if has_probs else None,
             positions=metadata.along["anchor_positions"],
             sampling=sampling,
+            tree=self._tree,
         )
+
+    def _tree_tables(self) -> TreeTables | None:
+        return padded_tables(self.bucket, self.metadata.along) if self.bucket.trees else None
 
     def _arrays(self, planned: Sequence[PlannedRequest], missing: int) -> dict[str, array[int]]:
         """Give the index tables; `source` points at `missing` where there is no draft."""
@@ -124,7 +134,8 @@ class CapturedPlan:
         source, logit_rows = array("q"), array("q")
         for i, r in enumerate(planned):
             count, offset, row = r.num_drafts, r.proposal_offset, i * length
-            source.extend(range(offset, offset + count))
+            nodes = range(count) if r.tree is None else r.tree.nodes
+            source.extend([offset + node for node in nodes])
             source.extend([missing] * (length - 1 - count))
             logit_rows.extend(range(row, row + count + 1))
             logit_rows.extend([row + count] * (length - 1 - count))
@@ -136,7 +147,7 @@ class CapturedPlan:
             "anchor_positions": array("q", [r.position for r in planned] + blank),
             "source": source,
             "logit_rows": logit_rows,
-        }
+        } | padded_trees(self.bucket, planned)
 
     def _fill_drafts(self, proposal: DraftProposal | None) -> None:
         source = self.metadata.along["source"]

@@ -59,7 +59,7 @@ class DraftGraphs(Generic[I]):
 
     Args:
         device: where it runs.
-        buckets: of 1 + K rows for K drafts; those of one row hold no draft and are passed over.
+        buckets: of 1 + K rows for K drafts; those of one row or of trees are passed over.
         sampling: parameters, of which every kind is captured, and that of all in one batch.
         inputs: makes the buffers of B requests and K drafts.
         draw: fills all columns of a sheet from them, and reads nothing back from the device; what
@@ -79,7 +79,7 @@ class DraftGraphs(Generic[I]):
         draw: Callable[[I, CapturedSheet], Any],
     ) -> None:
         sizes = _sizes(buckets)
-        found = [] if sizes else ["buckets has none of two rows or more"]
+        found = [] if sizes else ["buckets has none of two rows or more, for chains"]
         found += [] if sampling else ["sampling is empty, accepted is one or more"]
         require(found, type(self).__name__)
         kinds = _kinds(sampling, device)
@@ -134,7 +134,8 @@ def _call(
 
 def _sizes(buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
     """Give requests and drafts of the buckets, those of fewer cells first."""
-    sizes = {(b.num_requests, b.query_len - 1) for b in buckets if b.query_len > 1}
+    chains = [b for b in buckets if b.query_len > 1 and not b.trees]
+    sizes = {(b.num_requests, b.query_len - 1) for b in chains}
     return sorted(sizes, key=lambda size: (size[0] * size[1], size))
 
 

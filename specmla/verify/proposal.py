@@ -215,7 +215,8 @@ class Drafter(Protocol):
     `vocab_size` is that of the proposed ids and of `probs`. A drafter that works on the target's
     hidden states has an attribute `hidden_layers`, the layers it asks for (see `StateCollector`).
     One with a true `drafts_ahead` proposes chains that follow from `tokens` alone, without `probs`:
-    they may be proposed before the last step's tokens are known (see `DraftsAhead`).
+    they may be proposed before the last step's tokens are known (see `DraftsAhead`). One with a
+    true `drafts_trees` proposes trees: `generate(graphs=True)` captures steps for them.
     """
 
     vocab_size: int

@@ -158,6 +158,7 @@ class TreeTables:
         order: [n] int64, all nodes as b * K + node, those of rank 0 first, then those of rank 1 ...
         rank_ends: where each rank ends in `order`, on the host.
         is_tree: the requests whose tree is no chain, by place in the step, on the host.
+        padded: `order` may name the cell after the last one, which is no node.
     """
 
     parents: Tensor
@@ -167,6 +168,7 @@ class TreeTables:
     order: Tensor
     rank_ends: tuple[int, ...]
     is_tree: tuple[bool, ...]
+    padded: bool = False
 
 
 def tree_arrays(
@@ -181,7 +183,7 @@ def tree_arrays(
     """
     rows = [_table_rows(parents, width) for parents in _all_parents(trees, counts)]
     found = {}
-    for i, name in enumerate(_TABLES):
+    for i, name in enumerate(TREE_TABLES):
         found[name] = array("q")
         found[name].frombytes(b"".join(row[i] for row in rows))
     return found
@@ -200,7 +202,7 @@ def tree_tables(
     """Put together what `tree_arrays` gave for these requests, once it is on the device."""
     rows = _all_parents(trees, counts)
     ends = _rank_ends(rows)
-    parents, words, depths, ranks = (sent[name].view(len(trees), -1) for name in _TABLES)
+    parents, words, depths, ranks = tree_views(sent, len(trees))
     return TreeTables(
         parents,
         words,
@@ -210,6 +212,11 @@ def tree_tables(
         rank_ends=ends,
         is_tree=tuple(parents != tuple(range(len(parents))) for parents in rows),
     )
+
+
+def tree_views(sent: Mapping[str, Tensor], num_requests: int) -> tuple[Tensor, ...]:
+    """Give parents, words, depths and ranks [B, K] of what was sent."""
+    return tuple(sent[name].view(num_requests, -1) for name in TREE_TABLES)
 
 
 def _by_rank(ranks: Tensor, depths: Tensor, count: int) -> Tensor:
@@ -224,7 +231,7 @@ def _rank_ends(all_parents: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(accumulate(counts[rank] for rank in range(len(counts))))
 
 
-_TABLES = ("tree.parents", "tree.words", "tree.depths", "tree.ranks")
+TREE_TABLES = ("tree.parents", "tree.words", "tree.depths", "tree.ranks")
 
 
 def _all_parents(trees: Sequence[DraftTree | None], counts: Sequence[int]) -> list[tuple[int, ...]]:

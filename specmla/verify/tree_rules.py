@@ -68,12 +68,15 @@ def multi_round(p: Tensor, drafts: Tensor, q: DraftProbs, tree: TreeTables) -> R
         ArgumentTypeError: drafts that are not int64.
     """
     check_terms(p, drafts, q)
-    k = drafts.shape[1]
-    accept = torch.zeros(drafts.shape, dtype=torch.float64, device=p.device)
-    left = p.clone().flatten(0, 1)
+    b, k = drafts.shape
+    flat_accept = torch.zeros(b * k + tree.padded, dtype=torch.float64, device=p.device)
+    flat_drafts, left = drafts.reshape(-1), p.clone().flatten(0, 1)
+    parents = (tree.parents + torch.arange(b, device=p.device)[:, None] * (k + 1)).view(-1)
+    if tree.padded:  # a node that is none hangs on a row that is none
+        flat_drafts = torch.nn.functional.pad(flat_drafts, (0, 1), value=-1)
+        left = torch.nn.functional.pad(left, (0, 0, 0, 1), value=1.0)
+        parents = torch.nn.functional.pad(parents, (0, 1), value=b * (k + 1))
     mass = torch.ones(len(left), dtype=p.dtype, device=p.device)
-    flat_accept, flat_drafts = accept.view(-1), drafts.reshape(-1)
-    parents = (tree.parents + torch.arange(len(p), device=p.device)[:, None] * (k + 1)).view(-1)
     start = 0
     for end in tree.rank_ends:
         nodes = tree.order[start:end]
@@ -81,9 +84,10 @@ def multi_round(p: Tensor, drafts: Tensor, q: DraftProbs, tree: TreeTables) -> R
         if q is None:
             flat_accept[nodes] = _take_chosen_(left, mass, at, tokens)
         else:
-            flat_accept[nodes] = _take_drawn_(left, mass, at, tokens, _of_nodes(q, nodes))
+            drawn_from = _of_nodes(q, nodes.clamp(max=b * k - 1))
+            flat_accept[nodes] = _take_drawn_(left, mass, at, tokens, drawn_from)
         start = end
-    return RuleTerms(accept, left.view(p.shape))
+    return RuleTerms(flat_accept[: b * k].view(b, k), left[: b * (k + 1)].view(p.shape))
 
 
 def _take_drawn_(left: Tensor, mass: Tensor, at: Tensor, tokens: Tensor, q: DraftProbs) -> Tensor:
