@@ -74,6 +74,8 @@ def measure_trees(options: TreeOptions) -> list[dict[str, Any]]:
     """Time every part; the first row is a copy of logits and q, to compare with."""
     made = _inputs(options)
     parts: dict[str, Callable[[], object]] = {"copy": _copy(made), **_acceptance(made)}
+    if options.device.type == "cuda":
+        parts |= _fused(made)
     parts["move"] = _move(options)
     rows: list[dict[str, Any]] = []
     for name, call in parts.items():
@@ -133,6 +135,28 @@ def _acceptance(made: _Inputs) -> dict[str, Callable[[], object]]:
         "token_level, one-hot, all": lambda: whole(token_level, None),
         "token_level, dense q, all": lambda: whole(token_level, made.q),
         "sample_match, all": lambda: whole(sample_match, None),
+    }
+
+
+def _fused(made: _Inputs) -> dict[str, Callable[[], object]]:
+    """Time the kernels on the same step."""
+    from specmla.kernels.accept import AcceptInputs, Filters
+    from specmla.kernels.accept_tree import fused_accept_tree
+
+    logits, tree, batch = made.logits.flatten(0, 1), made.tree, made.sampling
+    shape = (tree.parents, tree.ranks, tree.depths)
+    table = torch.arange(len(logits), device=logits.device).view(made.logits.shape[:2])
+    min_p = torch.zeros_like(batch.top_p) if batch.min_p is None else batch.min_p
+    filters = Filters(batch.temperature, batch.top_k, batch.top_p, min_p, batch.any_filter)
+
+    def whole(rule: str, q: Tensor | None) -> object:
+        inputs = AcceptInputs(logits, table, made.drafts, q, made.seeds, made.positions)
+        return fused_accept_tree(inputs, filters, shape, rule)
+
+    return {
+        "token_level, one-hot, fused": lambda: whole("token_level", None),
+        "token_level, dense q, fused": lambda: whole("token_level", made.q),
+        "sample_match, fused": lambda: whole("sample_match", None),
     }
 
 

@@ -108,16 +108,9 @@ def fused_accept(
         slots: ids of a row that are sorted, a power of two; `SLOTS` or fewer if None.
     """
     logits, table, drafts, q, seeds, positions = inputs
-    (b, rows), width = table.shape, logits.shape[1]
-    whole = max(128, triton.next_power_of_2(width))
-    block, slots = block or min(BLOCK, whole), slots or min(SLOTS, whole)
-    chunks = triton.cdiv(width, block)
-    parts = _parts(b * rows, chunks, logits.device)
-    launch_stats(parts, logits, table, drafts, filters.temperature, block)
-    reduced = _rows(b * rows, logits.device)
-    launch_rows(reduced, parts, drafts, filters.temperature)
-    if filters.any_filter:
-        _cut(inputs, filters, reduced, chunks, block, slots)
+    b, rows = table.shape
+    parts, reduced, block = measure_rows(inputs, filters, block, slots)
+    chunks = parts[0].shape[1]
     number = RULES[rule]
     options = {
         "RULE": number,
@@ -138,6 +131,29 @@ def fused_accept(
         (packed, token), masses, parts[:2], (logits, table, drafts, q), reduced, request, options
     )
     return Accepted(packed, token, reduced[0].view(b, rows), reduced[1].view(b, rows))
+
+
+def measure_rows(
+    inputs: AcceptInputs, filters: Filters, block: int | None, slots: int | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor], int]:
+    """Read all logits once, those of filtered requests twice more.
+
+    Returns:
+        Maximum, sum and first id of each chunk [B * (K + 1), C]; maximum, mass, cut and flag of
+        each row [B * (K + 1)]; ids of a chunk.
+    """
+    logits, table, drafts = inputs[:3]
+    (b, rows), width = table.shape, logits.shape[1]
+    whole = max(128, triton.next_power_of_2(width))
+    block, slots = block or min(BLOCK, whole), slots or min(SLOTS, whole)
+    chunks = triton.cdiv(width, block)
+    parts = _parts(b * rows, chunks, logits.device)
+    launch_stats(parts, logits, table, drafts, filters.temperature, block)
+    reduced = _rows(b * rows, logits.device)
+    launch_rows(reduced, parts, drafts, filters.temperature)
+    if filters.any_filter:
+        _cut(inputs, filters, reduced, chunks, block, slots)
+    return parts, reduced, block
 
 
 def _cut(

@@ -10,16 +10,19 @@ from specmla.kernels import (
     accept_mass,
     accept_rows,
     accept_stats,
+    accept_walk,
     filter_collect,
     filter_cut,
     filter_hist,
 )
 from specmla.kernels.accept import BLOCK, RULES, SLOTS
+from specmla.kernels.accept_tree import BLOCK as WALKED
 
-CHUNKS, WIDTH = 32, 8
-"""Of 129,280 ids, and of up to 6 drafts."""
+CHUNKS, WIDTH, TREE = 32, 8, 64
+"""Of 129,280 ids, of up to 6 drafts, and of the largest trees."""
 
 _WIDE = {"table_ptr", "drafts_ptr", "cut_ptr", "seed_ptr", "position_ptr", "top_k_ptr", "next_ptr"}
+_WIDE |= {"parent_ptr", "rank_ptr", "depth_ptr", "end_ptr"}
 _WHOLE = {"part_top_ptr", "wrong_ptr", "hist_ptr", "found_id_ptr", "number_ptr"}
 
 Variant = tuple[Any, dict[str, str], dict[str, int], dict[str, Any]]
@@ -32,6 +35,7 @@ def aot_variants() -> list[Variant]:
     level, whole, match = ({"RULE": n, "WIDTH": WIDTH} for n in RULES.values())
     search = block | {"SLOTS": SLOTS, "CHUNKS": CHUNKS}
     chunks = block | {"CHUNKS": CHUNKS}
+    walked = {"BLOCK": WALKED, "CHUNKS": CHUNKS * BLOCK // WALKED, "WIDTH": TREE}
     forms: list[tuple[ModuleType, dict[str, int], str]] = [
         (accept_stats, block, "bf16"),
         (accept_rows, {"CHUNKS": CHUNKS}, "bf16"),
@@ -45,6 +49,9 @@ def aot_variants() -> list[Variant]:
         (accept_draw, chunks | level | {"FILTER": 0, "DENSE": 0}, "fp16"),
         (accept_draw, chunks | match | {"FILTER": 1, "DENSE": 0}, "fp32"),
         (accept_stats, block, "fp32"),
+        (accept_walk, walked | {"RULE": 0, "DENSE": 1}, "bf16"),
+        (accept_walk, walked | {"RULE": 0, "DENSE": 0}, "fp16"),
+        (accept_walk, walked | {"RULE": 2, "DENSE": 0}, "fp32"),
     ]
     return [_variant(*form) for form in forms]
 
@@ -58,7 +65,7 @@ def _variant(module: ModuleType, constants: dict[str, int], logits: str) -> Vari
         elif name == "logits_ptr":
             kinds[name] = f"*{logits}"
         elif name.endswith("_ptr"):
-            wide = name in _WIDE or (name == "out_ptr" and module is accept_draw)
+            wide = name in _WIDE or (name == "out_ptr" and module in (accept_draw, accept_walk))
             kinds[name] = "*i64" if wide else "*i32" if name in _WHOLE else "*fp32"
         else:
             kinds[name] = "i32"

@@ -1,7 +1,8 @@
-"""Acceptance by Triton kernels: which steps they serve, and a plan's tensors as they take them."""
+"""Acceptance by Triton kernels: a plan's tensors as they take them, and what they decide."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from specmla.errors import require
 from specmla.verify.accept import Acceptance, Rule
 from specmla.verify.plan import StepPlan
 from specmla.verify.rules.registry import LOSSLESS
+from specmla.verify.tree_judge import chains_from
+from specmla.verify.tree_rules import TreePath
 from specmla.verify.vocab import dense_probs
 
 if TYPE_CHECKING:
@@ -29,10 +32,10 @@ def rule_name(rule: Rule) -> str | None:
 
 
 def check_impl(impl: str, rule: Rule, device: torch.device) -> None:
-    """Refuse what can't decide the chains of a step.
+    """Refuse what can't decide a step.
 
     The choice holds for all steps, so that a request's tokens do not depend on its batch mates
-    through it. Trees, and steps in which all requests are greedy, are decided in torch with either.
+    through it. Steps in which all requests are greedy are decided in torch with either.
 
     Raises:
         ArgumentError: an unknown name, or one that can't serve the rule on the device.
@@ -74,10 +77,21 @@ def decide_fused(plan: StepPlan, logits: Tensor, rule: Rule) -> Fused:
         logits: [R, W] of `DTYPES`, after all processors.
         rule: one that has a name.
     """
-    from specmla.kernels.accept import AcceptInputs, Filters, fused_accept
+    from specmla.kernels.accept import fused_accept
 
-    sampling, q, name = plan.sampling, plan.draft_probs, rule_name(rule)
+    name = rule_name(rule)
     assert name is not None
+    inputs, filters = _fused_inputs(plan, logits)
+    got = fused_accept(inputs, filters, name)
+    packed = got.packed
+    acceptance = Acceptance(packed[:, -2], got.next_token, packed[:, :-3], packed[:, -1] != 0)
+    return Fused(acceptance, packed, inputs, filters, got)
+
+
+def _fused_inputs(plan: StepPlan, logits: Tensor) -> tuple[AcceptInputs, Filters]:
+    from specmla.kernels.accept import AcceptInputs, Filters
+
+    sampling, q = plan.sampling, plan.draft_probs
     if q is not None:
         q = dense_probs(q, logits.shape[1]).float().contiguous()
     min_p = sampling.min_p
@@ -89,17 +103,64 @@ def decide_fused(plan: StepPlan, logits: Tensor, rule: Rule) -> Fused:
     filters = Filters(
         sampling.temperature, sampling.top_k, sampling.top_p, min_p, sampling.any_filter
     )
-    got = fused_accept(inputs, filters, name)
-    packed = got.packed
-    acceptance = Acceptance(packed[:, -2], got.next_token, packed[:, :-3], packed[:, -1] != 0)
-    return Fused(acceptance, packed, inputs, filters, got)
+    return inputs, filters
+
+
+def decide_fused_tree(
+    plan: StepPlan, logits: Tensor, rule: Rule
+) -> tuple[Acceptance, TreePath, Callable[[Acceptance, TreePath], Tensor]]:
+    """Decide a step with trees by the kernels.
+
+    Args:
+        plan: of the step.
+        logits: [R, W] of `DTYPES`, after all processors.
+        rule: one that has a name.
+
+    Returns:
+        Decisions, paths, and what gives log p [B, K+1] float64 of these under what they were drawn
+        from.
+    """
+    from specmla.kernels.accept_tree import fused_accept_tree
+
+    tree, name = plan.tree, rule_name(rule)
+    assert tree is not None
+    assert name is not None
+    inputs, filters = _fused_inputs(plan, logits)
+    got = fused_accept_tree(inputs, filters, (tree.parents, tree.ranks, tree.depths), name)
+    acceptance = Acceptance(got.num_accepted, got.next_token, got.tokens, got.flagged != 0)
+    path = TreePath(got.rows, got.num_accepted, got.end)
+    if name == "block" and not all(tree.is_tree):
+        acceptance, path = chains_from(
+            decide_fused(plan, logits, rule).acceptance, acceptance, path, tree
+        )
+
+    def logprobs(decided: Acceptance, along: TreePath) -> Tensor:
+        rows = torch.nn.functional.pad(along.rows, (1, 0)).clamp(min=0)
+        table, row_max, row_mass = (
+            part.gather(1, rows) for part in (inputs.table, got.row_max, got.row_mass)
+        )
+        tokens, temperature = decided.tokens, filters.temperature
+        return _logprobs(inputs.logits, tokens, temperature, table, row_max, row_mass)
+
+    return acceptance, path, logprobs
 
 
 def fused_logprobs(found: Fused) -> Tensor:
     """Give log p [B, K+1] float64 of the emitted tokens under what they were drawn from."""
-    logits, table = found.inputs.logits, found.inputs.table
-    tokens, temperature = found.acceptance.tokens, found.filters.temperature[:, None]
-    picked = logits[table, tokens.clamp(min=0)].float()
-    raised = (picked - found.rows.row_max) / temperature.clamp(min=1e-30)
-    log_p = raised.double() - found.rows.row_mass.double().log()
+    rows = (found.inputs.table, found.rows.row_max, found.rows.row_mass)
+    return _logprobs(found.inputs.logits, found.acceptance.tokens, found.filters.temperature, *rows)
+
+
+def _logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: Tensor,
+    table: Tensor,
+    row_max: Tensor,
+    row_mass: Tensor,
+) -> Tensor:
+    """Give log p of tokens [B, K+1] in rows whose place, maximum and mass are given."""
+    picked, temperature = logits[table, tokens.clamp(min=0)].float(), temperature[:, None]
+    raised = (picked - row_max) / temperature.clamp(min=1e-30)
+    log_p = raised.double() - row_mass.double().log()
     return torch.where(temperature == 0, 0.0, log_p)

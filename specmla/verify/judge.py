@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from specmla.cache.layout import DTYPES
 from specmla.errors import require
 from specmla.verify.accept import Acceptance, decide, find_rule, greedy, step_numbers
 from specmla.verify.fused import DTYPES as FUSED_DTYPES
-from specmla.verify.fused import decide_fused, fused_logprobs
+from specmla.verify.fused import decide_fused, decide_fused_tree, fused_logprobs
 from specmla.verify.logprobs import emitted_logprobs, raw_logprobs, split_logprobs
 from specmla.verify.plan import StepPlan, rows_of_requests
 from specmla.verify.processors.attach import process_step
@@ -116,9 +116,11 @@ def decide_step(
     Nothing is read back, and nothing of the plan's host side is looked at but the sampling flags:
     it can be captured.
     """
-    if impl == "triton" and plan.tree is None and not plan.sampling.all_greedy:
+    is_fused = impl == "triton" and not plan.sampling.all_greedy
+    if is_fused and plan.tree is None:
         return _decide_fused(plan, logits, find_rule(rule))
-    found = _decide(*process_step(plan, logits), find_rule(rule))
+    decided = _decide_fused_tree if is_fused else _decide
+    found = decided(*process_step(plan, logits), find_rule(rule))
     acceptance, path, flagged = _cut(plan, found.acceptance), found.path, found.flagged
     parts, judged = [acceptance.tokens], num_drafts(plan.drafts)
     if plan.tree is not None and path is not None:
@@ -130,7 +132,8 @@ def decide_step(
     if plan.sampling.raw_logprobs is not None:
         raw = rows_of_requests(plan, logits)
         rows = None if path is None else path.rows
-        real = emitted_logprobs(raw, found.probs, plan.sampling, acceptance.tokens, rows)
+        drawn = found.logprobs(acceptance, path) if found.logprobs and path is not None else None
+        real = emitted_logprobs(raw, found.probs, plan.sampling, acceptance.tokens, rows, drawn)
         parts.append(real.view(torch.int64))
     return acceptance, torch.cat(parts, dim=1)
 
@@ -157,12 +160,19 @@ def _cut(plan: StepPlan, acceptance: Acceptance) -> Acceptance:
 
 
 class _Decided(NamedTuple):
-    """Decisions on the device, the path of trees, flags [B, K + 1] and what tokens came from."""
+    """Decisions on the device, the path of trees, flags [B, K + 1] and what tokens came from, or
+    what gives their log-probabilities."""
 
     acceptance: Acceptance
     path: TreePath | None
     flagged: Tensor
     probs: Tensor | None
+    logprobs: Callable[[Acceptance, TreePath], Tensor] | None = None
+
+
+def _decide_fused_tree(plan: StepPlan, logits: Tensor, rule: Rule) -> _Decided:
+    acceptance, path, logprobs = decide_fused_tree(plan, logits, rule)
+    return _Decided(acceptance, path, acceptance.flagged[:, None], None, logprobs)
 
 
 def _decide(plan: StepPlan, logits: Tensor, rule: Rule) -> _Decided:

@@ -33,6 +33,7 @@ def emitted_logprobs(
     sampling: SamplingBatch,
     tokens: Tensor,
     path_rows: Tensor | None,
+    drawn: Tensor | None = None,
 ) -> Tensor:
     """Give the log-probabilities [B, K+1] float64 of a step, of the kind each request asks for.
 
@@ -42,13 +43,15 @@ def emitted_logprobs(
         sampling: says which kind.
         tokens: [B, K+1] int64, emitted ones, then -1.
         path_rows: [B, K] int64, the rows of accepted drafts in a tree; None in a chain.
+        drawn: [B, K+1] float64, log p where it is known already, in place of `probs`.
     """
     if path_rows is None:
         rows = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     else:
         rows = torch.nn.functional.pad(path_rows.clamp(min=0), (1, 0))
     raw = raw_logprobs(logits, rows, tokens)
-    drawn = torch.zeros_like(raw) if probs is None else drawn_logprobs(probs, rows, tokens)
+    if drawn is None:
+        drawn = torch.zeros_like(raw) if probs is None else drawn_logprobs(probs, rows, tokens)
     assert sampling.raw_logprobs is not None
     return torch.where(sampling.raw_logprobs.bool()[:, None], raw, drawn)
 

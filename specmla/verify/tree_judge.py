@@ -71,7 +71,7 @@ def decide_trees(
     if rule is token_level or all(tree.is_tree):
         return acceptance, path
     chains = decide(rule(p, drafts, q), drafts, numbers.accept, numbers.correction)
-    return _chains_from(chains, acceptance, path, tree)
+    return chains_from(chains, acceptance, path, tree)
 
 
 def _follow_draws(step: TreeStep, seeds: Tensor, positions: Tensor) -> tuple[Acceptance, TreePath]:
@@ -89,7 +89,7 @@ def _follow_draws(step: TreeStep, seeds: Tensor, positions: Tensor) -> tuple[Acc
     return acceptance._replace(flagged=flagged), path
 
 
-def _chains_from(
+def chains_from(
     chains: Acceptance, trees: Acceptance, path: TreePath, tree: TreeTables
 ) -> tuple[Acceptance, TreePath]:
     """Take requests whose tree is none from `chains`."""

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from specmla import ArgumentError, SamplingParams, VerifyStep
+from specmla import ArgumentError, DraftProposal, RequestResult, SamplingParams, VerifyStep
 from specmla.kernels.prims import INTERPRETED
+from specmla.verify import judge
 from specmla.verify.fused import check_impl
 from specmla.verify.rules.lossy_typical import LossyTypical
 from specmla.verify.rules.registry import LOSSLESS
@@ -89,3 +90,85 @@ def test_float64_logits_are_refused() -> None:
     plan = step.plan()
     with pytest.raises(ArgumentError, match=r"acceptance='triton'.*float32"):
         step.verify(plan, torch.zeros(1, scripted.W, dtype=torch.float64))
+
+
+SHAPES = {
+    "plain": (-1, 0, -1, 2),
+    "greedy": (-1, -1),
+    "filtered": (2, -1, -1, 2),
+    "penalised": None,
+    "silent": (),
+}
+"""Trees whose nodes stand in any order, a chain, and a request without drafts."""
+
+
+def propose_trees(step: VerifyStep, with_probs: bool) -> DraftProposal:
+    asked = step.draft_requests(4)
+    tokens = torch.full((len(asked), 4), -1)
+    probs = torch.zeros(len(asked), 4, scripted.W)
+    counts, parents = [], []
+    for b, wanted in enumerate(asked):
+        shape = SHAPES[str(wanted.request_id)]
+        count = 2 if shape is None else len(shape)
+        if count:
+            made, q = draw_drafts(list(wanted.tokens), wanted.sampling.seed or 0, count)
+            tokens[b, :count], probs[b, :count] = torch.tensor(made), q
+        counts.append(count)
+        parents.append(shape)
+    names = tuple(r.request_id for r in asked)
+    q = probs if with_probs else None
+    return DraftProposal(names, tuple(counts), tokens, q, parents=tuple(parents))
+
+
+def run_trees(step: VerifyStep, proposal: DraftProposal | None) -> dict[str, RequestResult]:
+    plan = step.plan(proposal)
+    rows = {}
+    for b, request in enumerate(plan.requests):
+        parents = request.tree.parents if request.tree else range(request.num_drafts)
+        made, lines = plan.drafts[b].tolist(), {0: list(request.state.tokens)}
+        for _ in parents:  # until every row knows what it follows
+            lines |= {
+                row: [*lines[parent], made[row - 1]]
+                for row, parent in enumerate(parents, start=1)
+                if parent in lines
+            }
+        for row, line in lines.items():
+            rows[int(plan.row_table[b, row])] = scripted.model(line)
+    logits = torch.stack([rows[i] for i in range(len(plan.logit_rows))])
+    results = step.commit(plan, step.verify(plan, logits))
+    return {str(r.request_id): r for r in results}
+
+
+@on_the_cpu
+@pytest.mark.parametrize("with_probs", [True, False])
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_trees_and_chains_of_a_step_are_decided_as_in_torch(rule: str, with_probs: bool) -> None:
+    steps = {impl: make_step(rule, impl) for impl in ("torch", "triton")}
+    for step in steps.values():
+        for i, (name, params) in enumerate(PARAMS.items()):
+            step.add(name, [1, 2, 3 + i], params)
+    accepted = set()
+    for turn in range(3):
+        results = {}
+        for impl, step in steps.items():
+            proposal = propose_trees(step, with_probs) if turn else None
+            results[impl] = run_trees(step, proposal)
+        for name, want in results["torch"].items():
+            got = results["triton"][name]
+            assert got._replace(logprobs=None) == want._replace(logprobs=None)
+            assert (got.logprobs is None) == (want.logprobs is None)
+            assert got.logprobs == pytest.approx(want.logprobs, abs=2e-5)
+            accepted.add((name, want.num_accepted))
+    assert len({name for name, count in accepted if count}) > 1
+
+
+@on_the_cpu
+def test_steps_with_trees_go_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = judge.decide_fused_tree
+    monkeypatch.setattr(judge, "decide_fused_tree", lambda *a: calls.append(a) or real(*a))
+    step = make_step("token_level", "triton")
+    step.add("plain", [1, 2, 3], PARAMS["plain"])
+    run_trees(step, None)
+    run_trees(step, propose_trees(step, True))
+    assert len(calls) == 1
