@@ -65,6 +65,7 @@ from specmla.verify.captured import CapturedStep
 from specmla.verify.captured_buckets import doubling_buckets
 from specmla.verify.captured_chain_rows import PendingRows
 from specmla.verify.captured_chains import CapturedChains, ChainNetwork
+from specmla.verify.captured_overlap import CapturedOverlap
 from specmla.verify.captured_sheet import CapturedSheet, DrawnDrafts
 from specmla.verify.draft_graphs import DraftGraphs, DraftInputs
 from specmla.verify.draw import sample
@@ -113,6 +114,7 @@ __all__ = [
     "Capabilities",
     "CapturedChains",
     "CapturedMetadata",
+    "CapturedOverlap",
     "CapturedSheet",
     "CapturedStep",
     "ChainNetwork",

@@ -140,6 +140,13 @@ class CapturedMetadata:
         """
         self._buffers.follow(first._buffers)
 
+    def place(self, positions: Tensor, counts: Tensor) -> None:
+        """Let the requests' rows begin at these positions [B], so many of them [B], on the device.
+
+        int64 both; all rows after a request's count are inert, and with none so is the request.
+        """
+        self._buffers.place(positions, counts, self.builder.page_size)
+
     def advance(self) -> None:
         """Move every request on by its next row, on the device: what a captured drafter does.
 

@@ -62,6 +62,19 @@ class CaptureBuffers:
             for name in ("starts", "row_start"):
                 mine[name].copy_(given["starts"])
 
+    def place(self, first: Tensor, counts: Tensor, page_size: int) -> None:
+        """Let `counts` [B] causal rows of the requests begin at positions `first` [B]."""
+        v, num = self.views, len(counts)
+        place = torch.arange(len(v["positions"]) // num, device=counts.device)
+        live = place < counts[:, None]
+        positions = (first[:, None] + place) * live
+        v["seq_lens"].copy_((first + counts) * (counts > 0))
+        v["extent"].copy_(((positions + 1) * live).view(-1))
+        v["positions"].copy_(positions.view(-1))
+        cell = positions.div(page_size, rounding_mode="floor")
+        slots = torch.add(positions, self.table.gather(1, cell) - cell, alpha=page_size)
+        v["slots"].copy_(slots.masked_fill_(~live, -1).view(-1))
+
     def advance(self, page_size: int) -> None:
         """Move every request on by a row, or let it stand still if it has reached its end."""
         v = self.views

@@ -128,8 +128,10 @@ def generate(
         NumericsError: logits without a distribution.
     """
     if overlap:
-        fixed = _fixed_drafts(num_speculative_tokens, graphs)
-        yield from overlapped_loop(step, _forward(model, step), prompts, drafter, fixed)
+        fixed = _fixed_drafts(num_speculative_tokens)
+        buckets = _buckets(model, step, prompts, drafter, fixed, graphs)
+        forward = _forward(model, step)
+        yield from overlapped_loop(step, forward, prompts, drafter, fixed, buckets)
         return
     runner = make_runner(model, step, prompts, drafter, num_speculative_tokens, graphs)
     yield from decode_loop(runner, prompts, drafter, num_speculative_tokens)
@@ -148,17 +150,41 @@ def _forward(model: DeepseekForCausalLM, step: VerifyStep, layers: Sequence[int]
 
 
 def _fixed_drafts(
-    num_drafts: int | Mapping[Hashable, int] | Budget, graphs: object
+    num_drafts: int | Mapping[Hashable, int] | Budget,
 ) -> int | Mapping[Hashable, int]:
     """Refuse what can't be overlapped."""
-    found = ["graphs are given, accepted is False: captured steps are not overlapped"]
-    found = found if graphs else []
     if isinstance(num_drafts, Budget):
         name = type(num_drafts).__name__
-        found.append(f"num_speculative_tokens is a {name}, accepted are numbers, fixed for a run")
-    if found or isinstance(num_drafts, Budget):
-        raise UnsupportedError("overlap", found)
+        reason = f"num_speculative_tokens is a {name}, accepted are numbers, fixed for a run"
+        raise UnsupportedError("overlap", [reason])
     return num_drafts
+
+
+def _buckets(
+    model: DeepseekForCausalLM,
+    step: VerifyStep,
+    prompts: Mapping[Hashable, Prompt],
+    drafter: Drafter | None,
+    num_drafts: int | Mapping[Hashable, int] | Budget,
+    graphs: bool | Sequence[Bucket],
+) -> list[Bucket]:
+    """Give the buckets of a run; none where nothing is to be captured.
+
+    Raises:
+        UnsupportedError: experts on a GPU that read back which of them were hit.
+    """
+    if not graphs or not prompts:
+        return []
+    loops = any(isinstance(m, DeepseekMoE) and m.grouped is None for m in model.modules())
+    if loops and step.builder.device.type == "cuda":
+        reason = "the loop over experts reads back which were hit; group_experts(model) first"
+        raise UnsupportedError("graphs", [reason])
+    if graphs is not True:
+        return list(graphs)
+    budget = num_drafts if isinstance(num_drafts, Budget) else FixedBudget(num_drafts)
+    most = budget.max_drafts if drafter else 0
+    trees = getattr(drafter, "drafts_trees", False)
+    return doubling_buckets(len(prompts), 1 + most, trees=trees)
 
 
 def make_runner(
@@ -177,18 +203,9 @@ def make_runner(
     if drafter:
         step.check_drafter(drafter.vocab_size)
     forward = _forward(model, step, getattr(drafter, "hidden_layers", ()))
-    if not graphs or not prompts:
+    buckets = _buckets(model, step, prompts, drafter, num_drafts, graphs)
+    if not buckets:
         return CapturedStep(step, forward, (), eager=True)
-    loops = any(isinstance(m, DeepseekMoE) and m.grouped is None for m in model.modules())
-    if loops and step.builder.device.type == "cuda":
-        reason = "the loop over experts reads back which were hit; group_experts(model) first"
-        raise UnsupportedError("graphs", [reason])
-    budget = num_drafts if isinstance(num_drafts, Budget) else FixedBudget(num_drafts)
-    most = budget.max_drafts if drafter else 0
-    buckets = [] if graphs is True else list(graphs)
-    if graphs is True:
-        trees = getattr(drafter, "drafts_trees", False)
-        buckets = doubling_buckets(len(prompts), 1 + most, trees=trees)
     sampling = [params for _, params in prompts.values()]
     chains = any(b.query_len > 1 and not b.trees for b in buckets)
     if isinstance(drafter, CapturableDrafter) and chains:

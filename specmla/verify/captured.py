@@ -37,7 +37,7 @@ Forward = Callable[[StepPlan], Tensor | tuple[Tensor, Tensor]]
 """Gives logits [R, W] of `plan.logit_rows`, alone or with the hidden states [T, F] of all rows."""
 
 
-class _Recorded(NamedTuple):
+class Recorded(NamedTuple):
     """What a graph leaves behind."""
 
     acceptance: Acceptance
@@ -85,7 +85,7 @@ class CapturedStep:
         require(found, "CapturedStep")
         self.step, self.forward, self.eager = step, forward, eager
         self.states: Tensor | None = None
-        self._open: tuple[StepPlan, Callable[[], _Recorded]] | None = None
+        self._open: tuple[StepPlan, Callable[[], Recorded]] | None = None
         device = step.builder.device
         groups = [[params] for params in sampling] + [list(sampling)]
         batches = [SamplingBatch.build(group, device) for group in groups]
@@ -133,7 +133,7 @@ class CapturedStep:
             return send_verdict(plan, recorded.acceptance, recorded.packed)
         if not self.eager:
             raise ArgumentError("plan is not the one that this object planned last")
-        logits, self.states = _parts(self.forward(plan))
+        logits, self.states = give_parts(self.forward(plan))
         return self.step.verify(plan, logits)
 
     def run(
@@ -177,7 +177,7 @@ class CapturedStep:
             found += [f"{bucket}: {text}" for bucket, why in misfits.items() for text in why]
         raise ArgumentError("CapturedStep: " + "; ".join(found))
 
-    def _lay_out(self, held: CapturedPlan, replay: Callable[[], _Recorded]) -> LayOut:
+    def _lay_out(self, held: CapturedPlan, replay: Callable[[], Recorded]) -> LayOut:
         def lay_out(
             planned: Sequence[PlannedRequest],
             rows: Sequence[RequestRows],
@@ -208,21 +208,22 @@ class CapturedStep:
 
     def _call(
         self, held: CapturedPlan, sampling: SamplingBatch, mode: Mode
-    ) -> Callable[[], _Recorded]:
+    ) -> Callable[[], Recorded]:
         """Give what a graph holds: plan, layers, acceptance."""
         kept, rule = held.hold(sampling), find_rule(self.step.rule)
 
         @torch.no_grad()
-        def call() -> _Recorded:
+        def call() -> Recorded:
             plan = held.for_capture(kept, has_probs=mode.has_probs)
-            logits, states = _parts(self.forward(plan))
+            logits, states = give_parts(self.forward(plan))
             impl = self.step.acceptance
             found = logits_problems(plan, logits, self.step.vocab_size, impl)
             require(found, "CapturedStep.forward")
-            return _Recorded(*decide_step(plan, logits, rule, impl), states)
+            return Recorded(*decide_step(plan, logits, rule, impl), states)
 
         return call
 
 
-def _parts(given: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+def give_parts(given: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Give the logits of a forward, and its states if it has any."""
     return given if isinstance(given, tuple) else (given, None)

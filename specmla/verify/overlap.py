@@ -26,10 +26,10 @@ from specmla.staging import send_arrays
 from specmla.verify.judge import Decision, Verdict
 from specmla.verify.overlap_device import Anchors, Settler
 from specmla.verify.overlap_flights import Flight, Flights, step_problems
+from specmla.verify.overlap_layout import LateLayout, lay_out_late
 from specmla.verify.overlap_plan import (
     Drafts,
     DraftsAhead,
-    LateRequest,
     ends_under_way,
     late_arrays,
     late_draft_requests,
@@ -37,7 +37,7 @@ from specmla.verify.overlap_plan import (
     plan_late,
 )
 from specmla.verify.plan import PlannedRequest, StepPlan
-from specmla.verify.proposal import DraftProposal, DraftRequest, RequestResult
+from specmla.verify.proposal import DraftRequest, RequestResult
 from specmla.verify.step import VerifyStep
 
 
@@ -113,7 +113,10 @@ class OverlappedStep:
         return self._settler().anchors(sent)
 
     def plan(
-        self, drafts: Drafts = None, request_ids: Sequence[Hashable] | None = None
+        self,
+        drafts: Drafts = None,
+        request_ids: Sequence[Hashable] | None = None,
+        layout: LateLayout | None = None,
     ) -> StepPlan:
         """Reserve pages for every row that there may be and build the step.
 
@@ -122,6 +125,7 @@ class OverlappedStep:
                 the host does not know those), or `DraftsAhead`. Drafts past a request's limits are
                 not verified.
             request_ids: requests of this step, all that are `ready` if None.
+            layout: lays it out in buffers of its own (`CapturedOverlap`); new tensors if None.
 
         Returns:
             The plan. Of requests under way, `requests` has bounds; the tensors are exact.
@@ -141,11 +145,18 @@ class OverlappedStep:
             self.step.check_drafter(proposal.probs.shape[-1])
         blocks = self.step.blocks
         late = plan_late(states, blocks.length, last, drafts)
+        sampling = self._sampling.get(r.planned.state.sampling for r in late)
+        lay = None if layout is None else layout.choose(late, proposal, sampling, last)
         needs = {r.planned.request_id: r.end for r in late}
         copies = blocks.reserve({n: end - blocks.length(n) for n, end in needs.items()})
         try:
             fill_copies(self.step.cache, blocks, copies, list(needs))
-            plan = self._lay_out(late, proposal)
+            rows = [r.rows(blocks.block_ids(r.planned.request_id)) for r in late]
+            if lay is None:
+                builder, settle = self.step.builder, self._settler()
+                plan = lay_out_late(builder, settle, late, rows, proposal, sampling)
+            else:
+                plan = lay(rows)
         except BaseException:
             self._flights.release(r.planned.state for r in late)
             raise
@@ -162,9 +173,20 @@ class OverlappedStep:
         Raises:
             ArgumentError: not the step planned last, or logits that `VerifyStep.verify` refuses.
         """
+        self.check_open(plan)
+        return self.take_off(self.step._judge(plan, logits))
+
+    def check_open(self, plan: StepPlan) -> None:
+        """Refuse what is not the step planned last, or was verified.
+
+        Raises:
+            ArgumentError: it is not.
+        """
         if self._flights.open is None or plan is not self._flights.open.plan:
             raise ArgumentError("plan is not the step planned last; each is verified once")
-        verdict = self.step._judge(plan, logits)
+
+    def take_off(self, verdict: Verdict) -> Verdict:
+        """Take the verdict of the planned step, from whoever judged it; it is under way."""
         self._flights.take_off(verdict)
         return verdict
 
@@ -216,24 +238,6 @@ class OverlappedStep:
         verdict = None if self._flights.last is None else self._flights.last.verdict
         before = None if verdict is None else verdict.acceptance
         return Settler(before, self.step.builder.page_size, self.step.vocab_size)
-
-    def _lay_out(self, late: Sequence[LateRequest], proposal: DraftProposal | None) -> StepPlan:
-        settle, pages = self._settler(), self.step.blocks.block_ids
-        rows = [r.rows(pages(r.planned.request_id)) for r in late]
-        metadata = self.step.builder.build(rows, along=late_arrays(late), settle=settle)
-        sent, count = metadata.along, len(late)
-        drafted = settle.place_drafts(sent, proposal, count)
-        return StepPlan(
-            requests=tuple(r.planned for r in late),
-            metadata=metadata,
-            token_ids=drafted.token_ids,
-            logit_rows=sent["logit_rows"],
-            row_table=sent["row_table"].view(count, -1),
-            drafts=drafted.drafts,
-            draft_probs=drafted.draft_probs,
-            positions=sent["positions"],
-            sampling=self._sampling.get(r.planned.state.sampling for r in late),
-        )
 
     def _refuse_flagged(self, decided: Sequence[tuple[PlannedRequest, Decision]]) -> None:
         flagged = [r.request_id for r, d in decided if d.flagged]

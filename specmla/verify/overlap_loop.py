@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from torch import Tensor
-
+from specmla.bucket import Bucket
 from specmla.errors import UnsupportedError
 from specmla.verify.captured import Forward
+from specmla.verify.captured_overlap import CapturedOverlap
 from specmla.verify.overlap import OverlappedStep
 from specmla.verify.overlap_plan import DraftsAhead
 from specmla.verify.proposal import Drafter, RequestResult
@@ -21,6 +21,7 @@ def overlapped_loop(
     prompts: Mapping[Hashable, tuple[Sequence[int], SamplingParams]],
     drafter: Drafter | None,
     num_drafts: int | Mapping[Hashable, int],
+    buckets: Sequence[Bucket] = (),
 ) -> Iterator[list[RequestResult]]:
     """Continue all prompts together; what `generate` does with `overlap=True`.
 
@@ -33,6 +34,7 @@ def overlapped_loop(
         prompts: tokens and parameters by request name.
         drafter: one that `drafts_ahead`.
         num_drafts: K, for all requests or by request (absent: 0).
+        buckets: shapes to capture first; what does not fit runs without a graph.
 
     Raises:
         UnsupportedError: a drafter that needs to know every committed token.
@@ -47,6 +49,8 @@ def overlapped_loop(
             )
             raise UnsupportedError("overlap", [reason])
     overlap = OverlappedStep(step)
+    kinds = [params for _, params in prompts.values()] or [SamplingParams()]
+    graphs = CapturedOverlap(overlap, forward, buckets, sampling=kinds, eager=True)
     running: list[Hashable] = []
     try:
         for request_id, (tokens, sampling) in prompts.items():
@@ -56,9 +60,7 @@ def overlapped_loop(
             names = [name for name in overlap.ready if name in running]
             if names:
                 drafts = _draft(overlap, drafter, num_drafts, names)
-                plan = overlap.plan(drafts, names)
-                given = forward(plan)
-                overlap.verify(plan, given if isinstance(given, Tensor) else given[0])
+                graphs.verify(graphs.plan(drafts, names))
             if names and overlap.num_flying < 2:
                 continue
             results = overlap.commit()

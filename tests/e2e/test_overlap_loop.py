@@ -68,7 +68,6 @@ def test_what_can_not_overlap_is_refused_by_name(model):
     cases = [
         ({"drafter": DraftModelDrafter(model, num_pages=20)}, "DraftModelDrafter drafts after"),
         ({"drafter": SuffixDrafter(VOCAB, tree=True)}, "SuffixDrafter drafts after"),
-        ({"graphs": True}, "graphs are given"),
         ({"num_speculative_tokens": FixedBudget(2)}, "is a FixedBudget"),
     ]
     for given, reason in cases:
