@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from specmla.backends.base import AttentionBackend, AttentionOutput
+from specmla.backends.fixed_heads import FixedHeads
 from specmla.backends.reference import ReferenceBackend
+from specmla.backends.requirements import Requirements
+from specmla.backends.select import BACKENDS, get_backend
 from specmla.cache import cache_format
 from specmla.mask import DraftMask
 from specmla.testing import assert_matches_oracle, make_case
@@ -49,6 +52,36 @@ def test_interpreted_triton(dtype: torch.dtype) -> None:
     options = SMALL | {"page_size": 16}
     case = make_case(batch, num_heads=3, mask=DraftMask.TREE, dtype=dtype, **options)
     assert assert_paths_are_chains(case, TritonBackend()) > 1
+
+
+def test_padded_heads() -> None:
+    """Three heads inside a backend of eight, whose buffers hold what earlier calls left."""
+    backend = FixedHeads(ReferenceBackend(), 8)
+    for name in BATCHES:
+        case = make_case(BATCHES[name], num_heads=3, mask=DraftMask.TREE, **SMALL)
+        assert assert_paths_are_chains(case, backend) > 1
+
+
+def test_every_backend_compares_or_refuses_trees() -> None:
+    """A new backend that declares trees belongs into these tests, here or in tests/gpu."""
+    pytest.importorskip("triton")
+    declared = {name for name, make in BACKENDS.items() if DraftMask.TREE in masks_of(make())}
+    assert declared == {"reference", "triton", "hopper"}
+    need = Requirements(
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        num_heads=16,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        page_size=64,
+        masks=frozenset({DraftMask.TREE}),
+    )
+    for name in set(BACKENDS) - declared:
+        assert get_backend(name).declared_problems(need)[0].startswith("masks ['tree']"), name
+
+
+def masks_of(backend: type[AttentionBackend]) -> frozenset[DraftMask]:
+    return backend.capabilities.masks
 
 
 class _Shifted(AttentionBackend):

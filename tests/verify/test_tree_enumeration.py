@@ -133,6 +133,14 @@ def sparse(drafter: DrafterFn) -> DrafterFn:
     return propose
 
 
+def reduced(tables: Tables) -> Tables:
+    """Keep every second id, the last one too: what a head of a reduced vocabulary knows (d2t)."""
+    width = tables[0].shape[1]
+    known = (torch.arange(width) + width) % 2 == 1
+    kept = [table * known for table in tables]
+    return [table / table.sum(-1, keepdim=True) for table in kept]
+
+
 def exhausted_but_drawn(drafter: DrafterFn) -> DrafterFn:
     """Put a token where q was exhausted: its row of zeros says that nothing drew it."""
 
@@ -186,6 +194,9 @@ def make_case(kind: str, shape: Walker, seed: int = 0) -> tuple[Tables, DrafterF
             target,
             sparse(drawn(filtered(draft, NARROW), replacement=False)),
         ),
+        "with-reduced": lambda: (target, drawn(reduced(draft), replacement=True)),
+        "without-reduced": lambda: (target, sparse(drawn(reduced(draft), replacement=False))),
+        "top-reduced": lambda: (filtered(target, TOP), fixed(reduced(draft), distinct=False)),
     }
     return cases[kind]()
 
@@ -211,6 +222,9 @@ KINDS = [
     "with-larger",
     "without-larger",
     "without-sparse",
+    "with-reduced",
+    "without-reduced",
+    "top-reduced",
 ]
 
 
