@@ -9,39 +9,35 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from specmla.kernels.gluon_api import MBarrierLayout, init
-from specmla.kernels.hopper.kernel import one_barrier
-from specmla.kernels.hopper.loads import fetch_to_cache
-from specmla.kernels.hopper_fp8.attend import attend_partition
-from specmla.kernels.hopper_fp8.layouts import (
-    BLOCK,
-    BY_WARP,
-    CODES,
-    PLAIN,
-    QUERIES,
-    ROWS,
-    STAGES,
-    WEIGHTS,
+from specmla.kernels.gluon_api import MBarrierLayout, init, view
+from specmla.kernels.hopper.kernel import (
+    one_barrier,
+    stage_barriers,
+    stage_barriers_of_columns,
 )
-from specmla.kernels.hopper_fp8.loads import load_partition
+from specmla.kernels.hopper.layouts import BLOCK, HALF, PLAIN, TILE
+from specmla.kernels.hopper.left import left_partition
+from specmla.kernels.hopper.loads import fetch_to_cache
+from specmla.kernels.hopper.right import right_partition
+from specmla.kernels.hopper_fp8.loads import bring_partition
 
-WORKER_REGISTERS = gl.constexpr([232, 40])
-"""Of a thread of the second and third partition; the first gets the rest, 232."""
+WORKER_REGISTERS = gl.constexpr([224, 56])
+"""Of a thread of the second and third partition; the first gets the rest, 224."""
 
 
 @gluon.jit
-def stage_barriers(count: gl.constexpr):
-    """Allocate a barrier a stage that `count` arrivals complete."""
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        init(bars.index(i), count=count)
-    return bars
+def raw_barriers():
+    """Allocate the barriers of arriving codes: by stage and 128 columns, of rope by stage."""
+    bars = gl.allocate_shared_memory(gl.int64, [8, 1], MBarrierLayout())
+    for i in gl.static_range(8):
+        init(bars.index(i), count=1)
+    return bars, stage_barriers()
 
 
 # Step tables are slices of one buffer: their alignment and width differ from step to step, and a
 # specialised kernel would be compiled anew for each.
 @gluon.jit(
-    do_not_specialize=["scale_log2", "value_scale", "stride_table"],
+    do_not_specialize=["scale_log2", "sum_scale", "max_shift", "stride_table"],
     do_not_specialize_on_alignment=[
         "block_table_ptr",
         "row_extent_ptr",
@@ -56,10 +52,11 @@ def hopper_fp8_kernel(
     out_ptr,
     lse_ptr,
     part_ptr,
-    part_lse_ptr,
+    part_stat_ptr,
     q_latent_ptr,
     q_rope_ptr,
     descriptor,
+    cache_ptr,
     block_table_ptr,
     row_extent_ptr,
     row_start_ptr,
@@ -68,7 +65,9 @@ def hopper_fp8_kernel(
     entry_ptr,
     merge_ptr,
     scale_log2,
-    value_scale,
+    sum_scale,
+    max_shift,
+    stride_page,
     stride_table,
     stride_latent_t,
     stride_latent_h,
@@ -82,21 +81,31 @@ def hopper_fp8_kernel(
 ):
     """Attend the pieces of one program; see the package's text."""
     fetch_to_cache(program_ptr + gl.program_id(0) * 16)
-    q_latent = gl.allocate_shared_memory(gl.float16, [16, ROWS, 64], QUERIES)
-    q_rope = gl.allocate_shared_memory(gl.float16, [2, ROWS, 64], QUERIES)
-    latents = gl.allocate_shared_memory(gl.uint8, [STAGES * 8, BLOCK, 64], CODES)
-    ropes = gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK, 64], CODES)
-    weights = gl.allocate_shared_memory(gl.float16, [2, BLOCK, ROWS], WEIGHTS)
-    maxima = gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN)
-    by_warp = gl.allocate_shared_memory(gl.float32, [2, 4, ROWS], BY_WARP)
-    sums = gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN)
-    full, free = stage_barriers(1), stage_barriers(2)
+    dtype: gl.constexpr = q_latent_ptr.dtype.element_ty
+    q_left = gl.allocate_shared_memory(dtype, [1, BLOCK, HALF], TILE)
+    q_right = gl.allocate_shared_memory(dtype, [1, BLOCK, HALF], TILE)
+    q_rope = gl.allocate_shared_memory(dtype, [1, BLOCK, 64], TILE)
+    # One allocation for both halves, so that one loop converts the columns of both.
+    latents = gl.allocate_shared_memory(dtype, [2, 8 * BLOCK, 64], TILE)
+    k_left = view(latents.index(0), [2, BLOCK, HALF], TILE)
+    k_right = view(latents.index(1), [2, BLOCK, HALF], TILE)
+    k_rope = gl.allocate_shared_memory(dtype, [2, BLOCK, 64], TILE)
+    weights = gl.allocate_shared_memory(dtype, [1, BLOCK, BLOCK], TILE)
+    maxima = gl.allocate_shared_memory(gl.float32, [2, BLOCK], PLAIN)
+    sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK], PLAIN)
+    full = stage_barriers_of_columns()
+    raw, raw_rope = raw_barriers()
+    free = (stage_barriers(), stage_barriers(), stage_barriers())
+    weights_ready = (one_barrier(), one_barrier())
     queries_asked = (one_barrier(), one_barrier())
-    sent = (one_barrier(), one_barrier())
-    taken = (one_barrier(), one_barrier())
-    exchange = (maxima, sums, sent, taken)
+    queries_ready = (one_barrier(), one_barrier())
+    sums_ready = (one_barrier(), one_barrier())
+    signal = (weights_ready, queries_asked, queries_ready, sums_ready)
     start = (queries_asked, one_barrier(), weights)
-    target = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
+    queries = (q_left, q_right, q_rope)
+    keys = (k_left, k_right, k_rope)
+    exchange = (weights, maxima, sums)
+    target = (out_ptr, lse_ptr, part_ptr, part_stat_ptr)
     query = (
         q_latent_ptr,
         q_rope_ptr,
@@ -107,17 +116,19 @@ def hopper_fp8_kernel(
     )
     tables = (row_extent_ptr, row_start_ptr, tree_bits_ptr)
     walk = (program_ptr, entry_ptr)
-    queries = (q_latent, q_rope)
-    shared = (queries, latents, ropes, weights, by_warp, exchange, full, free, queries_asked)
-    attend = (target, query, tables, walk, scale_log2, value_scale)
-    cache = (descriptor, block_table_ptr, stride_table, merge_ptr)
+    shared = (queries, keys, exchange, full, free, signal)
+    attend = (target, query, tables, walk, scale_log2, (sum_scale, max_shift))
+    cache = (descriptor, cache_ptr, stride_page, block_table_ptr, stride_table, merge_ptr)
+    arriving = (raw, raw_rope, free[0], free[2])
+    converting = (raw, raw_rope, full, free[1])
+    bringing = (arriving, converting)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend_partition, (attend, shared, 0, H, RUN, WINDOW, TREE)),
-            (attend_partition, (attend, shared, 1, H, RUN, WINDOW, TREE)),
-            (load_partition, (cache, walk, (latents, ropes), full, free, start, H, G, RUN)),
+            (left_partition, (attend, shared, H, RUN, WINDOW, TREE)),
+            (right_partition, (attend, shared, H, RUN, WINDOW, TREE)),
+            (bring_partition, (cache, walk, (latents, k_rope), bringing, start, H, G, RUN)),
         ],
-        [4, 1],
+        [4, 4],
         WORKER_REGISTERS,
     )
