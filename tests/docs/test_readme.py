@@ -59,6 +59,61 @@ def test_local_links_lead_somewhere():
     assert not missing
 
 
+def between(name: str) -> str:
+    return README.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
+
+
+def tests_named(cell: str) -> list[list[Path]]:
+    """Find the files of each name; one without a folder lies where the one before it does."""
+    folder, found = ROOT / "tests", []
+    for name in re.findall(r"`([^`]+)`", cell):
+        rooted = ROOT if name.startswith("tests/") else ROOT / "tests"
+        folder = (rooted / name).parent if "/" in name.rstrip("/") else folder
+        pattern = (folder / name.rstrip("/").rsplit("/", 1)[-1]).relative_to(ROOT)
+        files = sorted(ROOT.glob(str(pattern)))
+        found.append(
+            [f for p in files for f in (sorted(p.glob("test_*.py")) if p.is_dir() else [p])]
+        )
+    return found
+
+
+@pytest.mark.parametrize("table", ["capabilities", "drafters"])
+def test_every_row_names_tests_that_exist(table):
+    rows = [line.split("|")[1:-1] for line in between(table).strip().splitlines()[2:]]
+    assert len(rows) > 6
+    for cells in rows:
+        assert len(cells) == 3, cells
+        found = tests_named(cells[2])
+        assert found, cells
+        assert all(found), (cells[2], found)
+        for file in (f for files in found for f in files):
+            assert re.search(r"^ *def test_", file.read_text(encoding="utf-8"), re.MULTILINE), file
+
+
+def test_a_row_with_a_test_that_is_gone_is_noticed():
+    assert tests_named(
+        "`tests/drafters/test_law.py`, `test_histories.py`, `models/test_mtp.py`"
+    ) == [
+        [ROOT / "tests/drafters/test_law.py"],
+        [ROOT / "tests/drafters/test_histories.py"],
+        [ROOT / "tests/models/test_mtp.py"],
+    ]
+    assert not all(tests_named("`tests/drafters/test_law.py`, `test_nothing.py`"))
+    assert len(tests_named("`tests/budget/`")[0]) > 1
+
+
+def test_names_of_the_tables_are_those_of_the_code():
+    """What a row calls by a name that could be imported can be."""
+    import drafters
+    import specmla
+
+    shown = between("capabilities") + between("drafters")
+    names = set(re.findall(r"`([A-Z][A-Za-z0-9]+)[`(]", shown))
+    unknown = [n for n in names if not hasattr(specmla, n) and not hasattr(drafters, n)]
+    assert unknown == []
+    assert len(names) > 20
+
+
 def test_engine_example():
     assert "pages free again: 64 of 64" in run("examples/01_engine.py")
 
