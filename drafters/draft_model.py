@@ -168,15 +168,18 @@ class DraftModelDrafter:
         graph = self._chains.find([n for _, n in drafted], batch)
         if graph is None:
             return False
-        behind = [r for r, _ in drafted if self._first_rows(r).query_len > CAPTURED_ROWS]
-        if behind:
-            self._first_round([r._replace(tokens=r.tokens[:-1]) for r in behind])
-        pending = []
+        behind, pending = [], []
         for r, n in drafted:
-            rows = self._first_rows(r)
-            fed = rows.query_len if rows.query_len <= CAPTURED_ROWS else 1
-            rows = rows._replace(kind=RequestKind.VERIFY, query_len=fed)
-            pending.append(PendingRows(rows, r.tokens[-fed:], n, len(r.tokens) - 1))
+            known, name = r.tokens, r.request_id
+            fed = len(known) - self.blocks.length(name)
+            if fed > CAPTURED_ROWS:
+                behind.append(r._replace(tokens=known[:-1]))
+                fed = 1
+            pages = self.blocks.block_ids(name)
+            rows = RequestRows(RequestKind.VERIFY, fed, len(known), pages)
+            pending.append(PendingRows(rows, known[-fed:], n, len(known) - 1))
+        if behind:
+            self._first_round(behind)
         drawn = self._chains.draft(graph, pending, batch)
         count, width = len(drafted), tokens.shape[1]
         tokens[:count] = drawn.tokens[:count, :width]

@@ -185,7 +185,8 @@ class CapturedMetadata:
         if not tables.has_pages_below(self.builder.num_pages):
             require(self._limits.problems(last, self.mask), "CapturedMetadata.for_replay")
         table = tables.arrays.get("table", array("i"))
-        tables.add_verify(requests)
+        if ahead is not None:  # the table is that of the last row, all else that of the first
+            tables.add_verify(requests)
         tables.add_rows(requests)
         ends = [r.seq_len for r in last]
         given = padded_arrays(self.bucket, requests, ends, tables.arrays, list(self._views))
