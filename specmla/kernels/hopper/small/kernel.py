@@ -15,8 +15,8 @@ from specmla.kernels.hopper.loads import fetch_to_cache
 from specmla.kernels.hopper.small.left import left_partition
 from specmla.kernels.hopper.small.loads import load_partition
 from specmla.kernels.hopper.small.right import right_partition
+from specmla.kernels.hopper.small.softmax import OF_WARPS
 
-OF_WARPS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 WORKERS16 = gl.constexpr([160, 56])
 WORKERS32 = gl.constexpr([184, 56])
 REGISTERS = {16: 128, 32: 144}
@@ -76,7 +76,7 @@ def small_kernel(
     first_weights = gl.allocate_shared_memory(dtype, [1, N, BLOCK], TILE)
     second_weights = gl.allocate_shared_memory(dtype, [1, N, BLOCK], TILE)
     maxima = gl.allocate_shared_memory(gl.float32, [2, N], PLAIN)
-    sums = gl.allocate_shared_memory(gl.float32, [2, N], PLAIN)
+    sums = gl.allocate_shared_memory(gl.float32, [2, 4, N], OF_WARPS)
     left_warps = gl.allocate_shared_memory(gl.float32, [1, 4, N], OF_WARPS)
     right_warps = gl.allocate_shared_memory(gl.float32, [1, 4, N], OF_WARPS)
     full = stage_barriers_of_columns()

@@ -19,11 +19,15 @@ from specmla.kernels.hopper.layouts import BLOCK, FLOOR, HALF, LN_2
 from specmla.kernels.hopper.pieces import first_piece, read_piece
 from specmla.kernels.hopper.small.passes import next_pass
 from specmla.kernels.hopper.small.softmax import (
+    fold,
     hide_keys,
     largest_scores,
+    put_sums,
     read_limits,
     scale_columns,
+    scale_sums,
     score,
+    total_sums,
     weigh,
 )
 from specmla.kernels.hopper.small.tiles import (
@@ -57,6 +61,7 @@ def left_partition(
     q_left, _q_right, q_rope = queries
     k_left, _k_right, _k_rope = keys_shared
     weights, maxima, sums, of_warps = exchange
+    cuda.gdc_wait()
     at, more = first_piece(walk)
     row0 = at[3]
     it = 0
@@ -66,8 +71,6 @@ def left_partition(
         first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, 0)
         base = tile * BLOCK + row0
         piece = (first_row, rows, base)
-        # Plans are older than the kernel before this one, queries are not.
-        cuda.gdc_wait()
         q = read_half(latent_ptr, stride_latent_t, stride_latent_h, piece, 0, H, N)
         r = read_rope(rope_ptr, stride_rope_t, stride_rope_h, piece, H, N)
         if turn == 0:
@@ -80,10 +83,15 @@ def left_partition(
         if EARLY:
             cuda.gdc_launch_dependents()
         prefix = keys - rows
+        after = at
+        row_after = row0
+        if N == 16:
+            # Here, where the first keys are still to come; 32 rows lack the registers.
+            after, row_after, more = next_pass(walk, at, (rows, keys, tile, end), row0, H, N)
         wait(queries_ready[1], turn & 1)
 
         row_max = gl.full([N], FLOOR, gl.float32, ROWS)
-        row_sum = gl.zeros([N], gl.float32, ROWS)
+        row_sum = fold(gl.zeros([BLOCK, N], gl.float32, S), N)
         acc = gl.zeros([HALF, N], gl.float32, S)
         for b in range(at[2], end, 2):
             stage = it % 2
@@ -101,10 +109,11 @@ def left_partition(
             row_max = new_max
             if (b + 1) * BLOCK > keys:
                 clear_tail(k_left, stage, keys - b * BLOCK, it >> 24)
-            acc = scale_columns(acc, shrink)
+            if b > at[2]:
+                acc = scale_columns(acc, shrink)
             p16 = weights[0].index(it >> 24).permute((1, 0))
             acc = warpgroup_mma(k_left.index(stage).permute((1, 0)), p16, acc, is_async=True)
-            row_sum = row_sum * shrink + gl.sum(p, axis=0)
+            row_sum = scale_sums(row_sum, shrink) + fold(p, N)
             acc = warpgroup_mma_wait(0, deps=[acc])
             arrive(free[1].index(stage))
             if b + 1 < end:
@@ -114,7 +123,7 @@ def left_partition(
                 seconds += 1
                 new_max = maxima.index(1).load(ROWS)
                 shrink = gl.exp2(row_max - new_max)
-                row_sum = row_sum * shrink
+                row_sum = scale_sums(row_sum, shrink)
                 row_max = new_max
                 if (b + 2) * BLOCK > keys:
                     clear_tail(k_left, stage, keys - (b + 1) * BLOCK, it >> 24)
@@ -126,15 +135,17 @@ def left_partition(
 
         if not EARLY:
             cuda.gdc_launch_dependents()
-        sums.index(0).store(row_sum)
+        put_sums(row_sum, sums, 0)
         arrive(sums_ready[0])
-        first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, 0)
+        if N > 16:
+            first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, 0)
+            piece = (first_row, rows, tile * BLOCK + row0)
         live_rows = rows * H - tile * BLOCK
         row = row0 + gl.arange(0, N, ROWS)
         if slot >= 0:
             write_part(acc, part_ptr, slot, row0, live_rows, 0, N)
         wait(sums_ready[1], turn & 1)
-        total = row_sum + sums.index(1).load(ROWS)
+        total = total_sums(sums, N)
         if slot < 0:
             empty = total == 0.0
             safe = gl.where(empty, 1.0, total)
@@ -142,11 +153,12 @@ def left_partition(
             at_row = lse_ptr + (first_row * H + tile * BLOCK)
             gl.store(at_row + row, lse, mask=row < live_rows)
             acc = scale_columns(acc, gl.where(empty, 0.0, 1.0 / safe))
-            piece = (first_row, rows, tile * BLOCK + row0)
             write_out(acc, out_ptr, q_left.index(0), piece, 0, H, N)
         else:
             to = part_stat_ptr + (slot * (2 * BLOCK) + row)
             gl.store(to, row_max, mask=row < live_rows)
             gl.store(to + BLOCK, total, mask=row < live_rows)
-        at, row0, more = next_pass(walk, at, row0, H, N)
+        if N > 16:
+            after, row_after, more = next_pass(walk, at, (rows, keys, tile, end), row0, H, N)
+        at, row0 = after, row_after
         turn += 1

@@ -35,9 +35,9 @@ def load_partition(
     # The first copy of all would wait for its descriptor: a copy that nobody reads fetches it.
     expect(warm, LINES * 64 * 2)
     tma_load(descriptor, [0, 0, 512], warm, rope.index(0))
-    at, more = first_piece(walk)
-    # Here in every program, idle ones too: nothing ends before the kernel before has ended.
+    # Idle programs wait too: nothing ends before the kernel before has ended.
     cuda.gdc_wait()
+    at, more = first_piece(walk)
     if more:
         # Queries asked for behind two stages of every program's keys would arrive last of all.
         wait(queries_asked[0], 0)
@@ -46,7 +46,7 @@ def load_partition(
     row0 = at[3]
     it = 0
     while more:
-        _first_row, _rows, keys, request, _tile, end, _slot = read_piece(walk, at, H, 0)
+        _first_row, rows, keys, request, tile, end, _slot = read_piece(walk, at, H, 0)
         table = block_table_ptr + request.to(gl.int64) * stride_table
         # The record holds the pages of the first two blocks: a copy needn't wait for the table.
         record = walk[0] + gl.program_id(0) * 16
@@ -83,4 +83,4 @@ def load_partition(
                     for i in gl.static_range(SLICES):
                         to = halves[half].index((stage * 4 + c) * SLICES + i)
                         tma_load(descriptor, [pages[i], row, half * 256 + c * 64], bar, to)
-        at, row0, more = next_pass(walk, at, row0, H, N)
+        at, row0, more = next_pass(walk, at, (rows, keys, tile, end), row0, H, N)

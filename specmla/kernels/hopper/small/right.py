@@ -19,11 +19,15 @@ from specmla.kernels.hopper.layouts import BLOCK, FLOOR, HALF
 from specmla.kernels.hopper.pieces import first_piece, read_piece
 from specmla.kernels.hopper.small.passes import next_pass
 from specmla.kernels.hopper.small.softmax import (
+    fold,
     hide_keys,
     largest_scores,
+    put_sums,
     read_limits,
     scale_columns,
+    scale_sums,
     score,
+    total_sums,
     weigh,
 )
 from specmla.kernels.hopper.small.tiles import (
@@ -50,6 +54,7 @@ def right_partition(
     _q_left, q_right, _q_rope = queries
     k_left, k_right, _k_rope = keys_shared
     weights, maxima, sums, of_warps = exchange
+    cuda.gdc_wait()
     at, more = first_piece(walk)
     row0 = at[3]
     it = 0
@@ -59,7 +64,6 @@ def right_partition(
         first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, 0)
         base = tile * BLOCK + row0
         piece = (first_row, rows, base)
-        cuda.gdc_wait()
         q = read_half(latent_ptr, stride_latent_t, stride_latent_h, piece, 1, H, N)
         if turn == 0:
             arrive(queries_asked[1])
@@ -68,10 +72,15 @@ def right_partition(
         fence_async_shared()
         arrive(queries_ready[1])
         prefix = keys - rows
+        after = at
+        row_after = row0
+        if N == 16:
+            # Here, where the first keys are still to come; 32 rows lack the registers.
+            after, row_after, more = next_pass(walk, at, (rows, keys, tile, end), row0, H, N)
         wait(queries_ready[0], turn & 1)
 
         row_max = gl.full([N], FLOOR, gl.float32, ROWS)
-        row_sum = gl.zeros([N], gl.float32, ROWS)
+        row_sum = fold(gl.zeros([BLOCK, N], gl.float32, S), N)
         acc = gl.zeros([HALF, N], gl.float32, S)
         for b in range(at[2], end - 1, 2):
             stage = it % 2
@@ -82,7 +91,8 @@ def right_partition(
             wait(weights_ready[0], firsts & 1)
             firsts += 1
             first_max = maxima.index(0).load(ROWS)
-            acc = scale_columns(acc, gl.exp2(row_max - first_max))
+            if b > at[2]:
+                acc = scale_columns(acc, gl.exp2(row_max - first_max))
             p16 = weights[0].index(it >> 24).permute((1, 0))
             acc = warpgroup_mma(k_right.index(stage).permute((1, 0)), p16, acc, is_async=True)
             s = hide_keys(s, b + 1, prefix, limits, WINDOW, TREE)
@@ -101,7 +111,7 @@ def right_partition(
             acc = scale_columns(acc, gl.exp2(first_max - new_max))
             p16 = weights[1].index(it >> 24).permute((1, 0))
             acc = warpgroup_mma(k_right.index(other).permute((1, 0)), p16, acc, is_async=True)
-            row_sum = row_sum * shrink + gl.sum(p, axis=0)
+            row_sum = scale_sums(row_sum, shrink) + fold(p, N)
             row_max = new_max
             acc = warpgroup_mma_wait(0, deps=[acc])
             arrive(free[2].index(other))
@@ -113,8 +123,9 @@ def right_partition(
             firsts += 1
             new_max = maxima.index(0).load(ROWS)
             shrink = gl.exp2(row_max - new_max)
-            row_sum = row_sum * shrink
-            acc = scale_columns(acc, shrink)
+            row_sum = scale_sums(row_sum, shrink)
+            if end - 1 > at[2]:
+                acc = scale_columns(acc, shrink)
             if end * BLOCK > keys:
                 clear_tail(k_right, stage, keys - (end - 1) * BLOCK, it >> 24)
             p16 = weights[0].index(it >> 24).permute((1, 0))
@@ -122,17 +133,20 @@ def right_partition(
             acc = warpgroup_mma_wait(0, deps=[acc])
             arrive(free[2].index(stage))
 
-        sums.index(1).store(row_sum)
+        put_sums(row_sum, sums, 1)
         arrive(sums_ready[1])
-        first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, 0)
+        if N > 16:
+            first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, 0)
+            piece = (first_row, rows, tile * BLOCK + row0)
         if slot >= 0:
             write_part(acc, part_ptr, slot, row0, rows * H - tile * BLOCK, 1, N)
         wait(sums_ready[0], turn & 1)
-        total = row_sum + sums.index(0).load(ROWS)
+        total = total_sums(sums, N)
         if slot < 0:
             empty = total == 0.0
             acc = scale_columns(acc, gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total)))
-            piece = (first_row, rows, tile * BLOCK + row0)
             write_out(acc, out_ptr, q_right.index(0), piece, 1, H, N)
-        at, row0, more = next_pass(walk, at, row0, H, N)
+        if N > 16:
+            after, row_after, more = next_pass(walk, at, (rows, keys, tile, end), row0, H, N)
+        at, row0 = after, row_after
         turn += 1

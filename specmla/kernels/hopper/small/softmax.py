@@ -12,6 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from specmla.kernels.gluon_api import barrier, view, wait
 from specmla.kernels.hopper.layouts import BLOCK, PLAIN, TILE
 
+OF_WARPS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+"""A row of N values a warp."""
+
 
 @gluon.jit
 def score(queries, keys, full, stage, phase, zero, N: gl.constexpr):
@@ -56,6 +59,35 @@ def weigh(s, row_max, scale_log2):
 
 
 @gluon.jit
+def fold(p, N: gl.constexpr):
+    """Add up the keys that a thread holds: [64, N] to [4 warps, 8 lanes, N], without talking."""
+    return gl.sum(p.reshape([4, 2, 8, N]), axis=1)
+
+
+@gluon.jit
+def scale_sums(sums, factor):
+    """Multiply folded sums [4, 8, N] by `factor` [N], whose layout differs in name only."""
+    layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, sums.type.layout))
+    return sums * gl.convert_layout(factor, layout, assert_trivial=True)[None, None, :]
+
+
+@gluon.jit
+def put_sums(row_sum, sums, side: gl.constexpr):
+    """Publish a side's folded sums: each warp its own [N]."""
+    sums.index(side).store(gl.sum(row_sum, axis=1))
+
+
+@gluon.jit
+def total_sums(sums, N: gl.constexpr):
+    """Sums of weights [N] of both sides, added in one order by either."""
+    rows: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
+    # Every warp holds all of them, each in the lanes that have its rows already.
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
+    of_warp = view(sums, [1, 8, N], OF_WARPS).index(0).load(layout)
+    return gl.convert_layout(gl.sum(of_warp, axis=0), rows, assert_trivial=True)
+
+
+@gluon.jit
 def scale_columns(x, factor):
     """Multiply the columns of `x` [M, N] by `factor` [N], whose layout differs in name only."""
     layout: gl.constexpr = gl.SliceLayout(0, x.type.layout)
@@ -66,24 +98,26 @@ def scale_columns(x, factor):
 def read_limits(
     tables, piece, H: gl.constexpr, WINDOW: gl.constexpr, TREE: gl.constexpr, N: gl.constexpr
 ):
-    """Read what each row sees (extent, first key, bits) and the keys that all rows see."""
+    """Read what each row sees (extent, first key, bits) and the keys that all rows see.
+
+    Rows past the request stand for its last one.
+    """
     row_extent_ptr, row_start_ptr, tree_bits_ptr = tables
     first_row, rows, keys, base = piece
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    row = base + gl.arange(0, N, gl.SliceLayout(0, S))
-    alive = row < rows * H
+    row = gl.minimum(base + gl.arange(0, N, gl.SliceLayout(0, S)), rows * H - 1)
     t = first_row + row // H
-    extent = gl.minimum(gl.load(row_extent_ptr + t, mask=alive, other=keys), keys)
+    extent = gl.minimum(gl.load(row_extent_ptr + t), keys)
     first_key = extent
     word = extent.to(gl.int64)
     safe_begin = 0
     # Every warp holds all rows: the reductions stay within it.
     safe_end = gl.min(extent, axis=0)
     if WINDOW:
-        first_key = gl.load(row_start_ptr + t, mask=alive, other=0)
+        first_key = gl.load(row_start_ptr + t)
         safe_begin = gl.max(first_key, axis=0)
     if TREE:
-        word = gl.load(tree_bits_ptr + t, mask=alive, other=-1)
+        word = gl.load(tree_bits_ptr + t)
         safe_end = gl.minimum(safe_end, keys - rows)
     return extent, first_key, word, safe_begin, safe_end
 

@@ -15,32 +15,36 @@ from specmla.kernels.hopper.layouts import BLOCK, HALF, NARROW, TILE
 
 @gluon.jit
 def query_rows(ptr, stride_t, stride_h, piece, H: gl.constexpr, N: gl.constexpr):
-    """Pointers [N, 64] to the first columns of a pass's queries, and which rows are real."""
+    """Pointers [N, 64] to the first columns of a pass's queries, and which rows are real.
+
+    Rows past the request stand for its last one; what they give is never written.
+    """
     first_row, rows, base = piece
-    at = base + gl.arange(0, N, gl.SliceLayout(1, NARROW))
+    row = base + gl.arange(0, N, gl.SliceLayout(1, NARROW))
+    at = gl.minimum(row, rows * H - 1)
     t = (first_row + at // H).to(gl.int64) * stride_t
     h = (at % H).to(gl.int64) * stride_h
     cols = gl.arange(0, 64, gl.SliceLayout(0, NARROW))
-    return (ptr + t + h)[:, None] + cols[None, :], (at < rows * H)[:, None]
+    return (ptr + t + h)[:, None] + cols[None, :], (row < rows * H)[:, None]
 
 
 @gluon.jit
 def read_half(ptr, stride_t, stride_h, piece, half, H: gl.constexpr, N: gl.constexpr):
-    """Read 256 columns of a pass's queries, 64 a part, zeros in rows past the request."""
-    source, live = query_rows(ptr, stride_t, stride_h, piece, H, N)
+    """Read 256 columns of a pass's queries, 64 a part."""
+    source, _live = query_rows(ptr, stride_t, stride_h, piece, H, N)
     source += half * HALF
-    v0 = gl.load(source, mask=live, other=0.0)
-    v1 = gl.load(source + 64, mask=live, other=0.0)
-    v2 = gl.load(source + 128, mask=live, other=0.0)
-    v3 = gl.load(source + 192, mask=live, other=0.0)
+    v0 = gl.load(source)
+    v1 = gl.load(source + 64)
+    v2 = gl.load(source + 128)
+    v3 = gl.load(source + 192)
     return v0, v1, v2, v3
 
 
 @gluon.jit
 def read_rope(ptr, stride_t, stride_h, piece, H: gl.constexpr, N: gl.constexpr):
-    """Read the rope part of a pass's queries, zeros in rows past the request."""
-    source, live = query_rows(ptr, stride_t, stride_h, piece, H, N)
-    return gl.load(source, mask=live, other=0.0)
+    """Read the rope part of a pass's queries."""
+    source, _live = query_rows(ptr, stride_t, stride_h, piece, H, N)
+    return gl.load(source)
 
 
 @gluon.jit
