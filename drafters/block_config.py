@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from drafters.block_fields import (
     is_mla,
     merged,
 )
-from drafters.gqa_config import GQAConfig, count_problems
+from drafters.gqa_config import GQAConfig, count_problems, scaling_fields
 from drafters.speculators_config import block_fields, is_speculators
 from specmla import ArgumentError, CheckpointError, DeepseekConfig, MLAConfig, read_part_config
 
@@ -194,10 +194,6 @@ def check_target(config: BlockConfig, target: DeepseekConfig, where: str) -> Non
 def _dims_to_hf(at: MLAConfig | GQAConfig) -> dict[str, Any]:
     if isinstance(at, GQAConfig):
         return at.to_hf()
-    scaling = None
-    if at.rope_scaling is not None:
-        kept = {k: v for k, v in asdict(at.rope_scaling).items() if v is not None}
-        scaling = {"rope_type": "yarn", **kept}
     return {
         "model_type": "deepseek_v3",
         "hidden_size": at.hidden_size,
@@ -209,7 +205,7 @@ def _dims_to_hf(at: MLAConfig | GQAConfig) -> dict[str, Any]:
         "v_head_dim": at.v_head_dim,
         "attention_bias": at.attention_bias,
         "rope_theta": at.rope_theta,
-        "rope_scaling": scaling,
+        "rope_scaling": scaling_fields(at.rope_scaling),
         "rope_interleave": at.rope_interleave,
         "rms_norm_eps": at.rms_norm_eps,
     }

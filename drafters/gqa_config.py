@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from specmla import ArgumentError, YarnScaling, read_rope
 
 _QK_NORM = {"qwen3": True, "llama": False}
 
@@ -21,6 +23,7 @@ class GQAConfig:
         rms_norm_eps: of all norms.
         rope_theta: base of the rotary angles.
         qk_norm: queries and keys are normed by head.
+        rope_scaling: YaRN, or None; the scores' own scale stays what it is.
     """
 
     hidden_size: int
@@ -30,6 +33,7 @@ class GQAConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     qk_norm: bool = True
+    rope_scaling: YarnScaling | None = None
 
     @property
     def qk_rope_head_dim(self) -> int:
@@ -41,24 +45,19 @@ class GQAConfig:
         """Pairs are (i, i + d / 2)."""
         return False
 
-    @property
-    def rope_scaling(self) -> None:
-        """Positions are not scaled."""
-        return None
-
     @classmethod
     def from_hf(cls, source: Mapping[str, Any]) -> GQAConfig:
         """Read fields that `gqa_problems` has nothing against."""
-        rope = source.get("rope_parameters") or {}
-        heads = source["num_attention_heads"]
+        heads, (theta, scaling) = source["num_attention_heads"], read_rope(source)
         return cls(
             hidden_size=source["hidden_size"],
             num_heads=heads,
             num_kv_heads=source["num_key_value_heads"],
             head_dim=source.get("head_dim") or source["hidden_size"] // heads,
             rms_norm_eps=source.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta", source.get("rope_theta", 10000.0)),
+            rope_theta=theta,
             qk_norm=_QK_NORM[source["model_type"]],
+            rope_scaling=scaling,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -71,7 +70,7 @@ class GQAConfig:
             "head_dim": self.head_dim,
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
-            "rope_scaling": None,
+            "rope_scaling": scaling_fields(self.rope_scaling),
         }
 
 
@@ -132,14 +131,19 @@ def _rope_problems(source: Mapping[str, Any]) -> list[str]:
     ]
     if found:
         return found
-    rope, scaling = sections.values()
-    kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        found.append(f"rope_scaling is of type {kind!r}, accepted is none")
-    theta = rope.get("rope_theta", source.get("rope_theta", 10000.0))
-    if not _is_number(theta) or theta <= 1:
-        found.append(f"rope_theta is {theta!r}, accepted are finite numbers > 1")
-    return found
+    try:
+        theta, _ = read_rope(source, "rotary settings")
+    except ArgumentError as error:
+        return [str(error)]
+    return [] if theta > 1 else [f"rope_theta is {theta!r}, accepted are finite numbers > 1"]
+
+
+def scaling_fields(scaling: YarnScaling | None) -> dict[str, Any] | None:
+    """Give the `rope_scaling` of a config.json."""
+    if scaling is None:
+        return None
+    kept = {name: value for name, value in asdict(scaling).items() if value is not None}
+    return {"rope_type": "yarn", **kept}
 
 
 def _is_number(value: object) -> bool:

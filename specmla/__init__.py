@@ -22,7 +22,7 @@ from specmla.cache.latent import LatentCache
 from specmla.cache.layout import CacheLayout
 from specmla.capture import CapturedMetadata
 from specmla.compiling import as_operators
-from specmla.config import MLAConfig, YarnScaling
+from specmla.config import MLAConfig, YarnScaling, read_rope
 from specmla.e4m3_up_projection import E4M3UpProjection
 from specmla.errors import (
     ArgumentError,
@@ -201,6 +201,7 @@ __all__ = [
     "pad_vocab",
     "processed_probs",
     "read_part_config",
+    "read_rope",
     "reload_checkpoint",
     "reshape_query_for_spec_decode",
     "sample",

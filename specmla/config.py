@@ -179,7 +179,7 @@ class MLAConfig:
         dims = {ours: read_field(source, theirs) for theirs, ours in names.items()}
         missing = [theirs for theirs, ours in names.items() if dims[ours] is None]
         require([f"{name} is missing" for name in missing], "MLAConfig.from_hf")
-        theta, scaling = _read_rope(source)
+        theta, scaling = read_rope(source, "MLAConfig.from_hf")
         return cls(
             **dims,
             q_lora_rank=read_field(source, "q_lora_rank"),
@@ -191,13 +191,17 @@ class MLAConfig:
         )
 
 
-def _read_rope(source: Mapping[str, Any] | object) -> tuple[float, YarnScaling | None]:
-    """Read theta and scaling from `rope_parameters` (new) or `rope_theta` and `rope_scaling`."""
+def read_rope(
+    source: Mapping[str, Any] | object, where: str = "read_rope"
+) -> tuple[float, YarnScaling | None]:
+    """Read theta and scaling from `rope_parameters` (new) or `rope_theta` and `rope_scaling`.
+
+    Raises:
+        ArgumentError: another scaling than YaRN, numbers that are none; all are named.
+    """
     rope = read_field(source, "rope_parameters") or read_field(source, "rope_scaling") or {}
     if not isinstance(rope, Mapping):
-        raise ArgumentError(
-            f"MLAConfig.from_hf: the rotary settings are {rope!r}, accepted is a dict"
-        )
+        raise ArgumentError(f"{where}: the rotary settings are {rope!r}, accepted is a dict")
     theta = read_number(rope, "rope_theta", read_field(source, "rope_theta", 10000.0))
     kind = read_field(rope, "rope_type", read_field(rope, "type", "default"))
     reasons = []
@@ -207,7 +211,7 @@ def _read_rope(source: Mapping[str, Any] | object) -> tuple[float, YarnScaling |
         reasons.append(
             f"partial_rotary_factor is {rope['partial_rotary_factor']!r}, accepted is 1.0"
         )
-    require(reasons, "MLAConfig.from_hf")
+    require(reasons, where)
     if kind == "default":
         return theta, None
     longest = read_field(source, "max_position_embeddings")

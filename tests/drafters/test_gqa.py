@@ -179,14 +179,28 @@ def test_check_drafter_passes(target, kind):
     check_drafter(make, target, num_drafts=3, num_samples=200).raise_if_failed()
 
 
-def test_layer_equals_that_of_transformers():
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize("yarn", [False, True])
+def test_layer_equals_that_of_transformers(yarn):
     pytest.importorskip("transformers")
     from transformers import Qwen3Config, Qwen3Model
 
     from drafters.gqa_model import GQALayer
     from specmla import RotaryEmbedding
 
+    scaling = dict(YARN) if yarn else {"rope_type": "default", "rope_theta": 1e4}
     config = Qwen3Config(
+        rope_parameters=scaling,
+        max_position_embeddings=64,
         vocab_size=9,
         hidden_size=32,
         intermediate_size=40,
@@ -236,7 +250,8 @@ def edit(folder, **changes):
     ("changes", "reason"),
     [
         ({"model_type": "gemma3"}, "model_type is 'gemma3'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_scaling is of type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "rope_type is 'llama3'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor is 0"),
         ({"layer_types": ["sliding_attention"] * 2}, r"layer_types has \['sliding_attention'\]"),
         ({"sliding_window": 128}, "sliding_window is 128"),
         ({"attention_bias": True}, "attention_bias is True"),

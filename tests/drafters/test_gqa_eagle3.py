@@ -219,6 +219,21 @@ def test_layers_are_counted_as_each_format_does(target):
         Eagle3Config.from_hf(top, 5)
 
 
+def test_scaled_positions_are_read_and_written(target, tmp_path):
+    """YaRN as flat files for DeepSeek targets have it: the layer turns as it says."""
+    model = tiny_gqa_eagle3(target)
+    scaling = {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+    given = llama_config(model, rope_scaling=scaling | {"original_max_position_embeddings": 4096})
+    write(tmp_path / "flat", given, tensors_of(model))
+    loaded = load_eagle3(tmp_path / "flat", target)
+    found = loaded.config.attention.rope_scaling
+    assert (found.factor, found.original_max_position_embeddings) == (40.0, 4096)
+    turned = loaded.rotary.at(torch.arange(9), torch.float32)
+    assert not torch.equal(turned.cos, model.rotary.at(torch.arange(9), torch.float32).cos)
+    save_eagle3(loaded, tmp_path / "own")
+    assert load_eagle3(tmp_path / "own", target).config == loaded.config
+
+
 def test_either_map_is_enough_and_none_is_not(target, tmp_path):
     model = tiny_gqa_eagle3(target)
     tensors = tensors_of(model)
@@ -284,7 +299,7 @@ def test_what_of_speculators_is_not_served_is_refused_by_name(target, tmp_path, 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "of type 'llama3'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type is 'llama3'"),
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2, accepted is 1"),
         ({"num_key_value_heads": 4}, "num_attention_heads is 6, accepted are multiples"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
