@@ -63,7 +63,7 @@ def between(name: str) -> str:
     return README.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
 
 
-def tests_named(cell: str) -> list[list[Path]]:
+def files_named(cell: str) -> list[list[Path]]:
     """Find the files of each name; one without a folder lies where the one before it does."""
     folder, found = ROOT / "tests", []
     for name in re.findall(r"`([^`]+)`", cell):
@@ -83,7 +83,7 @@ def test_every_row_names_tests_that_exist(table):
     assert len(rows) > 6
     for cells in rows:
         assert len(cells) == 3, cells
-        found = tests_named(cells[2])
+        found = files_named(cells[2])
         assert found, cells
         assert all(found), (cells[2], found)
         for file in (f for files in found for f in files):
@@ -91,15 +91,15 @@ def test_every_row_names_tests_that_exist(table):
 
 
 def test_a_row_with_a_test_that_is_gone_is_noticed():
-    assert tests_named(
+    assert files_named(
         "`tests/drafters/test_law.py`, `test_histories.py`, `models/test_mtp.py`"
     ) == [
         [ROOT / "tests/drafters/test_law.py"],
         [ROOT / "tests/drafters/test_histories.py"],
         [ROOT / "tests/models/test_mtp.py"],
     ]
-    assert not all(tests_named("`tests/drafters/test_law.py`, `test_nothing.py`"))
-    assert len(tests_named("`tests/budget/`")[0]) > 1
+    assert not all(files_named("`tests/drafters/test_law.py`, `test_nothing.py`"))
+    assert len(files_named("`tests/budget/`")[0]) > 1
 
 
 def test_names_of_the_tables_are_those_of_the_code():
