@@ -130,14 +130,16 @@ def generate(
     if overlap:
         fixed = _fixed_drafts(num_speculative_tokens)
         buckets = _buckets(model, step, prompts, drafter, fixed, graphs)
-        forward = _forward(model, step)
+        forward = make_forward(model, step)
         yield from overlapped_loop(step, forward, prompts, drafter, fixed, buckets)
         return
     runner = make_runner(model, step, prompts, drafter, num_speculative_tokens, graphs)
     yield from decode_loop(runner, prompts, drafter, num_speculative_tokens)
 
 
-def _forward(model: DeepseekForCausalLM, step: VerifyStep, layers: Sequence[int] = ()) -> Forward:
+def make_forward(
+    model: DeepseekForCausalLM, step: VerifyStep, layers: Sequence[int] = ()
+) -> Forward:
     """Give what runs the model over a plan, and collects states of these layers, if any."""
 
     def forward(plan: StepPlan) -> Tensor | tuple[Tensor, Tensor]:
@@ -202,7 +204,7 @@ def make_runner(
     """
     if drafter:
         step.check_drafter(drafter.vocab_size)
-    forward = _forward(model, step, getattr(drafter, "hidden_layers", ()))
+    forward = make_forward(model, step, getattr(drafter, "hidden_layers", ()))
     buckets = _buckets(model, step, prompts, drafter, num_drafts, graphs)
     if not buckets:
         return CapturedStep(step, forward, (), eager=True)

@@ -12,7 +12,8 @@ from typing import Any
 from specmla.bench.arguments import add_common, at_least, check_outputs, dtype_of
 from specmla.bench.compare_prompts import held_out_prompts
 from specmla.bench.compare_run import RunSettings
-from specmla.bench.decode import DecodeOptions, decode_lines, measure_decode
+from specmla.bench.decode import decode_lines, measure_decode
+from specmla.bench.decode_case import DecodeOptions
 from specmla.bench.environment import collect_env
 from specmla.bench.progress import progress
 from specmla.bench.report import write_json
@@ -47,6 +48,11 @@ def add_decode(commands: Any) -> None:
     add("--max-tokens", type=at_least(8), default=96, help="new tokens a request (default 96)")
     add("--turns", type=at_least(1), default=5, help="timed turns of a case (default 5)")
     add("--impl", metavar="NAME", help="backend (default: the best that serves)")
+    add(
+        "--ahead",
+        action=argparse.BooleanOptionalAction,
+        help="also with the host one step ahead, where drafts allow it (default: with graphs)",
+    )
     add("--eager", action="store_true", help="capture nothing, on a GPU too")
     add_common(parser)
 
@@ -64,7 +70,8 @@ def run_decode(args: argparse.Namespace, words: Sequence[str]) -> int:
     target, _ = load_checkpoint(folder, device=args.device, dtype=dtype_of(args))
     prompts = held_out_prompts(tokenizer, max(args.batches))
     captured = args.device.type == "cuda" and not args.eager
-    options = DecodeOptions(args.drafts, args.max_tokens, args.turns, args.impl, captured)
+    ahead = captured if args.ahead is None else args.ahead
+    options = DecodeOptions(args.drafts, args.max_tokens, args.turns, args.impl, captured, ahead)
     settings = RunSettings(args.drafts, args.drafts, args.max_tokens, max(args.batches))
     longest = max(map(len, prompts)) + args.max_tokens + args.drafts + 1
     contenders = contenders_of(args.draft, target, settings, longest)

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from drafters import DraftModelDrafter, NgramDrafter
-from specmla.bench import decode
+from specmla.bench import decode_case
 from specmla.bench.__main__ import main
 from specmla.bench.compare_run import Contender
-from specmla.bench.decode import PLAIN, DecodeCase, DecodeOptions, measure_decode
+from specmla.bench.decode import PLAIN, measure_decode
+from specmla.bench.decode_case import DecodeCase, DecodeOptions
+from specmla.bench.decode_overlap import OverlapCase
 from specmla.cli import decode as command
 from tests.drafters.test_draft_model import tiny
 from tests.e2e.conftest import VOCAB
@@ -66,7 +68,7 @@ def test_rows_count_what_the_loop_did(target, captured):
 def test_the_clock_runs_while_all_requests_do(target, monkeypatch):
     """A second a reading: three of a step, and one at both ends of the timed part."""
     ticks = iter(range(100_000))
-    monkeypatch.setattr(decode.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(decode_case.time, "perf_counter", lambda: float(next(ticks)))
     case = DecodeCase(target, PLAIN, PROMPTS, 0.0, options())
     turn = case.run(0)
     assert (turn.steps, turn.tokens) == (22, 3 * 22)
@@ -74,6 +76,24 @@ def test_the_clock_runs_while_all_requests_do(target, monkeypatch):
     assert turn.host_seconds == 22 * 2
     assert not case.step.active
     assert case.step.blocks.num_free == case.step.blocks.num_pages
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_steps_planned_ahead_emit_the_same_tokens(target, captured):
+    ngram = Contender("ngram", lambda step: NgramDrafter(VOCAB))
+    rows = measure_decode(
+        target, [ngram, draft_model(target)], PROMPTS, 0.0,
+        options(captured=captured, overlapped=True),
+    )  # fmt: skip
+    names = ["plain", "plain ahead", "ngram", "ngram ahead", "same"]
+    assert [r["drafter"] for r in rows] == names
+    # A step is under way when the clock starts, as one is when it stops.
+    assert (rows[1]["steps"], rows[1]["tokens_per_step"]) == (2 * 22, 1.0)
+    assert rows[3]["tokens_per_step"] >= 1.0
+    case = OverlapCase(target, PLAIN, PROMPTS, 0.0, options(captured=captured))
+    assert case.run(0).tokens == 3 * 22
+    assert case.step.blocks.num_free == case.step.blocks.num_pages
+    assert not case.step.active
 
 
 def test_turns_have_seeds_of_their_own(target):

@@ -127,7 +127,8 @@ def test_the_benchmark_captures_the_shipped_pair(tmp_path):
     words = ["decode", "--batches", "2", "--turns", "1", "--max-tokens", "24", "--json", str(file)]
     assert main(words) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [r["drafter"] for r in rows] == ["plain", "ngram", "draft_model"] * 2
+    names = ["plain", "plain ahead", "ngram", "ngram ahead", "draft_model"]
+    assert [r["drafter"] for r in rows] == names * 2
     for row in rows:
         assert row["captured"]
         assert row["host_us"] > 0
