@@ -19,6 +19,7 @@ from specmla.kernels.hopper.layouts import BLOCK, HALF, PLAIN, TILE
 from specmla.kernels.hopper.left import left_partition
 from specmla.kernels.hopper.loads import fetch_to_cache
 from specmla.kernels.hopper.right import right_partition
+from specmla.kernels.hopper_fp8.convert import GROUP
 from specmla.kernels.hopper_fp8.loads import bring_partition
 
 WORKER_REGISTERS = gl.constexpr([224, 56])
@@ -27,9 +28,9 @@ WORKER_REGISTERS = gl.constexpr([224, 56])
 
 @gluon.jit
 def raw_barriers():
-    """Allocate the barriers of arriving codes: by stage and 128 columns, of rope by stage."""
-    bars = gl.allocate_shared_memory(gl.int64, [8, 1], MBarrierLayout())
-    for i in gl.static_range(8):
+    """Allocate the barriers of arriving codes: by stage and group of columns, of rope by stage."""
+    bars = gl.allocate_shared_memory(gl.int64, [16 // GROUP, 1], MBarrierLayout())
+    for i in gl.static_range(16 // GROUP):
         init(bars.index(i), count=1)
     return bars, stage_barriers()
 

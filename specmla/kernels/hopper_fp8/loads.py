@@ -13,7 +13,7 @@ from specmla.kernels.gluon_api import expect, retype, tma_load, wait
 from specmla.kernels.hopper.layouts import BLOCK
 from specmla.kernels.hopper.loads import fetch_to_cache, page_at, page_cell
 from specmla.kernels.hopper.pieces import first_piece, next_piece, read_piece
-from specmla.kernels.hopper_fp8.convert import convert_block
+from specmla.kernels.hopper_fp8.convert import GROUP, convert_block
 from specmla.kernels.hopper_fp8.layouts import CODES_3D
 
 PREFETCH = gl.constexpr(True)
@@ -52,13 +52,13 @@ def copy_block(descriptor, keys_shared, barriers, it, row, pages, LINES: gl.cons
         to = rope.index(2 * stage * SLICES + i)
         tma_load(descriptor, [pages[i], row, 512], bar, to)
     wait(free_right.index(stage), phase)
-    for pair in range(it >> 24, 4):
-        bar = raw.index(stage * 4 + pair)
-        expect(bar, 2 * 64 * 64)
-        for i in gl.static_range(SLICES):
-            for j in gl.static_range(2):
-                to = latents.index((16 + stage * 8 + pair * 2 + j) * SLICES + i)
-                tma_load(descriptor, [pages[i], row, pair * 128 + j * 64], bar, to)
+    for c in range(it >> 24, 8, GROUP):
+        bar = raw.index(stage * (8 // GROUP) + c // GROUP)
+        expect(bar, GROUP * 64 * 64)
+        for k in range(c, c + GROUP):
+            for i in gl.static_range(SLICES):
+                to = latents.index((16 + stage * 8 + k) * SLICES + i)
+                tma_load(descriptor, [pages[i], row, k * 64], bar, to)
 
 
 @gluon.jit
