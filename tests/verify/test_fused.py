@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from specmla import ArgumentError, DraftProposal, RequestResult, SamplingParams, VerifyStep
+from specmla.bucket import Bucket
 from specmla.kernels.prims import INTERPRETED
 from specmla.verify import judge
+from specmla.verify.captured import CapturedStep
 from specmla.verify.fused import check_impl
 from specmla.verify.rules.lossy_typical import LossyTypical
 from specmla.verify.rules.registry import LOSSLESS
+from tests.e2e.conftest import model as model
 from tests.verify import scripted
 from tests.verify.scripted import run
+from tests.verify.test_captured import FILTERED, GREEDY, SAMPLED, forward_of, started
+from tests.verify.test_captured_trees import propose
 from tests.verify.test_seeds import draw_drafts
 
 PARAMS = {
@@ -172,3 +179,33 @@ def test_steps_with_trees_go_through_the_kernels(monkeypatch: pytest.MonkeyPatch
     run_trees(step, None)
     run_trees(step, propose_trees(step, True))
     assert len(calls) == 1
+
+
+@on_the_cpu
+@pytest.mark.parametrize("rule", ["token_level", "block"])
+def test_captured_steps_of_trees_decide_by_the_kernels_as_eager_ones_in_torch(model, rule) -> None:
+    """Tables of fixed sizes: padded nodes, requests that are not there, trees known to none."""
+    kinds = [GREEDY, SAMPLED, FILTERED]
+    with torch.no_grad():
+        plain, ours = (
+            started(model, kinds, rule=rule, acceptance=impl) for impl in ("torch", "triton")
+        )
+        forward = forward_of(model, plain)
+        graphs = CapturedStep(
+            ours,
+            forward_of(model, ours),
+            [Bucket(4, 7, trees=True)],
+            sampling=kinds,
+            draft_probs=None,
+        )
+        for turn in range(3):
+            if not plain.active:
+                break
+            both = [
+                propose(step, random.Random(turn), has_probs=turn % 2 == 1)
+                for step in (plain, ours)
+            ]
+            plan = plain.plan(both[0])
+            expected = plain.commit(plan, plain.verify(plan, forward(plan)))
+            verdict = graphs.run(both[1])
+            assert ours.commit(verdict.plan, verdict) == expected
