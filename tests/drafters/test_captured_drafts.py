@@ -18,7 +18,7 @@ import specmla
 from drafters import DraftModelDrafter
 from drafters.model_rounds import ModelRounds
 from specmla import ArgumentError, Bucket, SamplingParams, generate
-from specmla.verify import draft_graphs
+from specmla.verify import captured, captured_overlap, draft_graphs
 from specmla.verify.draft_graphs import DraftGraphs
 from tests.drafters.test_draft_model import Checked, tiny
 from tests.e2e.conftest import make_step, prompts
@@ -188,7 +188,13 @@ def test_a_capture_needs_something_to_capture(target):
         drafter.capture([Bucket(4, 1)], [])
 
 
-CPU_ONLY = ("cache/latent.py", "cache/rows.py", "backends/gather.py", "verify/sampling.py")
+CPU_ONLY = (
+    "cache/latent.py",
+    "cache/rows.py",
+    "backends/gather.py",
+    "verify/sampling.py",
+    "verify/rules/residual.py",
+)
 """Where the CPU's own code looks at values, and that for a GPU does not."""
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 
@@ -225,6 +231,11 @@ class NoScalars(TorchDispatchMode):
 @pytest.fixture
 def guarded(monkeypatch):
     """Let every captured call run under both guards; gives the list of calls."""
+    return guard_records(monkeypatch)
+
+
+def guard_records(monkeypatch) -> list:
+    """Do so in drafts, steps and overlapped steps."""
     calls = []
 
     def guard(call, device, pool=None):
@@ -235,7 +246,8 @@ def guarded(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(draft_graphs, "record", guard)
+    for module in (draft_graphs, captured, captured_overlap):
+        monkeypatch.setattr(module, "record", guard)
     return calls
 
 

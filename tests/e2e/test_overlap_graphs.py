@@ -15,6 +15,7 @@ import torch
 from drafters import NgramDrafter, SuffixDrafter
 from specmla import ArgumentError, CapturedOverlap, OverlappedStep, SamplingParams, generate
 from specmla.bucket import Bucket
+from tests.drafters.test_captured_drafts import guard_records
 from tests.e2e.conftest import VOCAB, make_step, prompts, run
 from tests.e2e.conftest import model as model
 from tests.e2e.test_overlap_histories import COUNT, Arrival, History, K, alone, forward, make_case
@@ -178,3 +179,13 @@ def test_the_histories_hold_what_they_are_for(model):
     assert sum(h.ran_ahead for h in made) > 20
     assert sum(h.accepted for h in made) > 20
     assert sum(h.flagged for h in made) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_replay_reads_nothing_back(model, temperature, monkeypatch):
+    calls = guard_records(monkeypatch)
+    batch = prompts(4, temperature=temperature)
+    drafter = NgramDrafter(VOCAB, prompt_lookup_min=1)
+    for _ in generate(model, make_step(model), batch, drafter, 3, graphs=True, overlap=True):
+        pass
+    assert len(calls) > 10

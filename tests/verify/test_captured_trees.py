@@ -15,6 +15,7 @@ from specmla.verify.captured_buckets import doubling_buckets
 from specmla.verify.captured_trees import padded_tables, padded_trees
 from specmla.verify.tree import keep_nodes, tree_shape
 from specmla.verify.tree_rules import multi_round
+from tests.drafters.test_captured_drafts import guard_records
 from tests.drafters.test_draft_model import tiny
 from tests.e2e.conftest import VOCAB, make_step, prompts
 from tests.e2e.conftest import model as model
@@ -232,3 +233,15 @@ def test_the_loop_captures_trees(model, temperature, monkeypatch):
     assert replayed
     assert all(replayed)
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("rule", ["token_level", "block", "sample_match"])
+def test_a_replay_reads_nothing_back(model, rule, monkeypatch):
+    calls, kinds = guard_records(monkeypatch), [GREEDY, SAMPLED, FILTERED]
+    step = started(model, kinds, rule=rule)
+    buckets = [Bucket(4, 1 + NODES, trees=True), Bucket(4, 1 + NODES)]
+    graphs = CapturedStep(step, forward_of(model, step), buckets, sampling=kinds, draft_probs=None)
+    for turn in range(4):
+        verdict = graphs.run(propose(step, random.Random(turn), has_probs=turn % 2 == 1))
+        step.commit(verdict.plan, verdict)
+    assert len(calls) == 4
