@@ -1,7 +1,7 @@
 """e4m3 codes of a stage become the 16-bit keys that are multiplied."""
 
 # Kernel bodies are typed by Triton, not by Python.
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,assignment"
 
 from __future__ import annotations
 
