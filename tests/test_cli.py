@@ -114,7 +114,7 @@ def test_demo(capsys, tmp_path):
     summary = json.loads(captured.out.splitlines()[-1])
     assert summary["identical"] is True
     assert summary["device"] == "cpu"
-    assert set(summary["drafters"]) == {"ngram", "draft_model"}
+    assert list(summary["drafters"]) == ["ngram", "draft_model", "dspark"]
     for figures in summary["drafters"].values():
         assert {
             "mean_acceptance_length",
@@ -138,6 +138,36 @@ def test_demo_of_suffix_drafts(capsys):
     assert "accepted drafts of suffix-tree" in captured.err
     assert run("demo", "--draft", "sufix") == 2
     assert "'sufix'" in capsys.readouterr().err
+
+
+def test_demo_of_what_ships(capsys):
+    names = ["mtp", "dflash", "dflash-tree", "draft_model-tree"]
+    assert run("demo", "--max-tokens", 10, "--draft", ",".join(names), "--json") == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["identical"] is True
+    assert list(summary["drafters"]) == names
+    assert all(f["tokens_per_step"] > 1.5 for f in summary["drafters"].values())
+    assert run("demo", "--draft", "dspark-tree") == 2
+    assert "'dspark-tree'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["draft_model", "mtp", "dflash", "dflash-tree", "dspark"])
+def test_generate_drafts_by_names_for_the_shipped_target(capsys, name):
+    words = ["generate", "--max-tokens", 8, "def area(width, height):\n    return"]
+    assert run(*words, "--draft", "none") == 0
+    plain = capsys.readouterr().out
+    assert run(*words, "--draft", name) == 0
+    captured = capsys.readouterr()
+    assert captured.out == plain
+    assert "draft_acceptance_rate 0.00" not in captured.err
+
+
+def test_names_of_what_ships_serve_no_other_target(checkpoint, capsys):
+    for name in ("draft_model", "mtp", "dflash", "dspark"):
+        assert run("generate", "--target", checkpoint / "target", "--draft", name, TEXT) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert run("generate", "--draft", "dspark", "--tree", TEXT) == 2
+    assert "drafts chains" in capsys.readouterr().err
 
 
 def test_demo_with_temperature_makes_no_claim_of_identity(capsys):

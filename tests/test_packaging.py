@@ -45,6 +45,9 @@ def test_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> None:
     }
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"specmla/py.typed", "drafters/py.typed", "specmla/kernels/launch_table.json"} <= names
+    for part in ("target", "draft", "mtp", "dflash", "dspark"):
+        folder = f"specmla/assets/{part}"
+        assert {f"{folder}/config.json", f"{folder}/model.safetensors"} <= names
     assert {name for name in names if ".dist-info/" not in name} == expected
 
 

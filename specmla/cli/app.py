@@ -57,8 +57,11 @@ def demo(
     plot: Annotated[Path | None, typer.Option(help="PNG of the acceptance by position")] = None,
     draft: Annotated[
         str,
-        typer.Option(help="by comma: ngram, suffix, suffix-tree, draft_model, draft_model-tree"),
-    ] = "ngram,draft_model",
+        typer.Option(
+            help="by comma: ngram, suffix, suffix-tree, draft_model, mtp, dflash, dspark; "
+            "draft_model and dflash also with -tree behind them"
+        ),
+    ] = "ngram,draft_model,dspark",
     graphs: Graphs = False,
 ) -> int:
     """Continue Python prompts with the shipped models: plain, and with each drafter of --draft."""
@@ -74,9 +77,18 @@ def demo(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="text to continue")],
-    target: Annotated[Path, typer.Option(help="checkpoint directory in Hugging Face layout")],
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            help="checkpoint directory in Hugging Face layout; the shipped target if not given"
+        ),
+    ] = None,
     draft: Annotated[
-        str, typer.Option(help="a draft model's directory, ngram, suffix, suffix-tree, or none")
+        str,
+        typer.Option(
+            help="a drafter's directory, ngram, suffix, suffix-tree, none; of the shipped target "
+            "draft_model, mtp, dflash, dspark"
+        ),
     ] = "ngram",
     num_speculative_tokens: NumDrafts = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="new tokens")] = 128,
@@ -157,8 +169,8 @@ def compare(
     draft: Annotated[
         str,
         typer.Option(
-            help="by comma: ngram, suffix, suffix-tree, draft_model, directories; the last two "
-            "also with -tree behind them"
+            help="by comma: ngram, suffix, suffix-tree, draft_model, mtp, dflash, dspark, "
+            "directories; draft models and DFlash also with -tree behind them"
         ),
     ] = "ngram,suffix,suffix-tree,draft_model,draft_model-tree",
     rule: Annotated[

@@ -19,9 +19,10 @@ from specmla.bench.compare_prompts import held_out_prompts
 from specmla.bench.compare_run import RunSettings
 from specmla.bench.environment import collect_env
 from specmla.cli.checkpoint import load_tokenizer, parse_device, parse_dtype, use_one_thread
-from specmla.cli.compare_drafters import SHIPPED, contenders_of, draft_problems
+from specmla.cli.compare_drafters import contenders_of, draft_problems
 from specmla.cli.compare_offline import score_rows, write_recording
 from specmla.cli.compare_table import comparison_rows, gain_lines, score_lines
+from specmla.cli.named import ASSETS
 from specmla.errors import require
 from specmla.models.weights import load_checkpoint
 from specmla.verify.accept import LOSSLESS
@@ -68,7 +69,7 @@ def run_compare(options: CompareOptions) -> int:
         console.width = _WIDTH
     device, dtype = parse_device(options.device), parse_dtype(options.dtype)
     use_one_thread(device)
-    folder = SHIPPED / "target" if options.target is None else options.target
+    folder = ASSETS / "target" if options.target is None else options.target
     tokenizer = load_tokenizer(folder)
     target, _ = load_checkpoint(folder, device=device, dtype=dtype)
     settings = options.settings

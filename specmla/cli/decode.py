@@ -18,7 +18,8 @@ from specmla.bench.environment import collect_env
 from specmla.bench.progress import progress
 from specmla.bench.report import write_json
 from specmla.cli.checkpoint import load_tokenizer, use_one_thread
-from specmla.cli.compare_drafters import SHIPPED, TREE, contenders_of, draft_problems
+from specmla.cli.compare_drafters import contenders_of, draft_problems
+from specmla.cli.named import ASSETS, SHIPPED, TREE
 from specmla.errors import require
 from specmla.models.weights import load_checkpoint
 
@@ -39,7 +40,8 @@ def add_decode(commands: Any) -> None:
     add(
         "--draft",
         default="ngram,draft_model",
-        help="by comma: ngram, suffix, draft_model, directories (default ngram,draft_model)",
+        help=f"by comma: ngram, suffix, {', '.join(SHIPPED)}, directories; default "
+        "ngram,draft_model",
     )
     add("--target", type=Path, metavar="DIR", help="checkpoint (default: the shipped target)")
     add("--batches", nargs="+", type=at_least(1), default=[1, 8, 32], help="default 1 8 32")
@@ -65,7 +67,7 @@ def run_decode(args: argparse.Namespace, words: Sequence[str]) -> int:
     require(found, "decode")
     check_outputs(args.json)
     use_one_thread(args.device)
-    folder = SHIPPED / "target" if args.target is None else args.target
+    folder = ASSETS / "target" if args.target is None else args.target
     tokenizer: Any = load_tokenizer(folder)
     target, _ = load_checkpoint(folder, device=args.device, dtype=dtype_of(args))
     prompts = held_out_prompts(tokenizer, max(args.batches))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -12,21 +12,21 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from drafters import DraftModelDrafter, DraftModelTreeDrafter
 from specmla.cli.checkpoint import Pair, load_shipped_pair, parse_device, use_one_thread
 from specmla.cli.difference import FirstDifference, first_difference
 from specmla.cli.lookup import LOOKUPS
+from specmla.cli.named import SHIPPED, TREE, make_named
 from specmla.cli.render import comparison_table, continuation
-from specmla.cli.run import Run, run_loop
+from specmla.cli.run import MakeDrafter, Run, run_loop
 from specmla.errors import ArgumentError
-from specmla.verify.proposal import Drafter
+from specmla.generate import build_step
 from specmla.verify.sampling import SamplingParams
 
 # On a GPU the verify shape may round another way than the one-token shape; above this gap between
 # the two best logits a difference is no rounding tie.
 MARGIN_LIMIT = 2e-2
 
-_MODELS = {"draft_model": DraftModelDrafter, "draft_model-tree": DraftModelTreeDrafter}
+NAMES = (*LOOKUPS, *SHIPPED, f"draft_model{TREE}", f"dflash{TREE}")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DemoOptions:
     backend: str | None
     json: bool
     plot: Path | None
-    draft: str = "ngram,draft_model"
+    draft: str = "ngram,draft_model,dspark"
     graphs: bool = False
 
     @property
@@ -52,9 +52,8 @@ class DemoOptions:
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; 0 if the output equals plain greedy decoding (or differs by a rounding tie)."""
-    known = [*LOOKUPS, *_MODELS]
-    if foreign := [name for name in options.drafts if name not in known]:
-        raise ArgumentError(f"draft has {foreign}, accepted are {known}, separated by commas")
+    if foreign := [name for name in options.drafts if name not in NAMES]:
+        raise ArgumentError(f"draft has {foreign}, accepted are {NAMES}, separated by commas")
     if options.plot is not None:
         if not options.plot.absolute().parent.is_dir():
             raise ArgumentError(f"plot is {str(options.plot)!r}, its directory does not exist")
@@ -86,18 +85,13 @@ def _run_all(
     console: Console, pair: Pair, prompts: list[list[int]], options: DemoOptions
 ) -> dict[str, Run]:
     k, device = options.num_speculative_tokens, pair.target.model.embed_tokens.weight.device
-    longest = pair.draft.config.max_position_embeddings
-    lengths = [min(longest, len(p) + options.max_tokens + k + 1) for p in prompts]
-    pages = sum(-(-n // 64) + 1 for n in lengths)
-    make: dict[str, Callable[[], Drafter | None]] = {"plain": lambda: None}
+    longest = max(map(len, prompts)) + options.max_tokens + k + 1
+    make: dict[str, MakeDrafter | None] = {"plain": None}
     for name in options.drafts:
-        if name in LOOKUPS:
-            make[name] = partial(LOOKUPS[name], pair.target.config.vocab_size)
-        else:
-            make[name] = partial(
-                _MODELS[name], pair.draft, num_pages=pages, backend=options.backend
-            )
-    warm = {name: made() for name, made in make.items()}  # refuses what can't be served
+        make[name] = make_named(
+            name, pair.target, num_requests=len(prompts), longest=longest, backend=options.backend
+        )
+    _refuse_unserved(pair, make, options.backend)
     stops = pair.target.config.eos_token_ids
     sampling = [
         SamplingParams(
@@ -122,10 +116,24 @@ def _run_all(
                 backend=options.backend,
                 graphs=options.graphs,
             )
-            loop(short, warm[name])  # not timed; what a drafter learns there it must not keep
-            runs[name] = loop(sampling, made(), on_tokens=partial(progress.advance, task))
+            loop(short, made)  # not timed; what a drafter learns there it must not keep
+            runs[name] = loop(sampling, made, on_tokens=partial(progress.advance, task))
             progress.update(task, total=runs[name].num_tokens)  # some texts end before the limit
     return runs
+
+
+def _refuse_unserved(
+    pair: Pair, make: Mapping[str, MakeDrafter | None], backend: str | None
+) -> None:
+    """Build each drafter once, before anything is shown.
+
+    Raises:
+        UnsupportedError: a backend that doesn't serve the target or a drafter.
+    """
+    step = build_step(pair.target, num_pages=1, page_size=64, backend=backend, num_draft_layers=1)
+    for made in make.values():
+        if made is not None:
+            made(step)
 
 
 def _progress(console: Console) -> Progress:

@@ -8,13 +8,12 @@ from pathlib import Path
 from rich.console import Console
 
 from specmla.cli.checkpoint import load_tokenizer, parse_device, parse_dtype
-from specmla.cli.drafts import drafter_from
 from specmla.cli.lookup import LOOKUPS
+from specmla.cli.named import ASSETS, SHIPPED, TREE, is_known, make_named
 from specmla.cli.run import MakeDrafter, run_loop
 from specmla.errors import ArgumentError
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.weights import load_checkpoint
-from specmla.verify.proposal import Drafter
 from specmla.verify.sampling import SamplingParams
 
 
@@ -23,7 +22,7 @@ class GenerateOptions:
     """Options of the command, in its order."""
 
     prompt: str
-    target: Path
+    target: Path | None
     draft: str
     num_speculative_tokens: int
     sampling: SamplingParams
@@ -40,8 +39,9 @@ def run_generate(options: GenerateOptions) -> int:
     device, dtype = parse_device(options.device), parse_dtype(options.dtype)
     text = _text(options.prompt)
     _check_draft(options)
-    tokenizer = load_tokenizer(options.target)
-    model, config = load_checkpoint(options.target, device=device, dtype=dtype)
+    folder = ASSETS / "target" if options.target is None else options.target
+    tokenizer = load_tokenizer(folder)
+    model, config = load_checkpoint(folder, device=device, dtype=dtype)
     prompt = tokenizer.encode(text).ids
     sampling = replace(options.sampling, stop_token_ids=config.eos_token_ids)
     run = run_loop(
@@ -79,26 +79,24 @@ def _check_draft(options: GenerateOptions) -> None:
     if options.draft in ("none", *LOOKUPS):
         if options.tree:
             raise ArgumentError(
-                f"tree is set with draft {options.draft!r}, accepted is a directory; for suffixes "
-                "use draft 'suffix-tree'"
+                f"tree is set with draft {options.draft!r}, accepted is a model: "
+                f"{', '.join(SHIPPED)} or a directory; for suffixes use draft 'suffix-tree'"
             )
-    elif not options.draft or not Path(options.draft).is_dir():
+    elif not is_known(options.draft):
         raise ArgumentError(
-            f"draft is {options.draft!r}, accepted are {', '.join(LOOKUPS)}, none and an existing "
-            "directory"
+            f"draft is {options.draft!r}, accepted are {', '.join([*LOOKUPS, *SHIPPED])}, none and "
+            f"an existing directory, the models also with {TREE} behind them"
         )
 
 
 def _drafter(
     options: GenerateOptions, target: DeepseekForCausalLM, num_prompt: int
-) -> Drafter | MakeDrafter | None:
+) -> MakeDrafter | None:
     if options.draft == "none":
         return None
-    if options.draft in LOOKUPS:
-        return LOOKUPS[options.draft](target.config.vocab_size)
     longest = num_prompt + (options.sampling.max_tokens or 0) + options.num_speculative_tokens + 1
-    return drafter_from(
-        Path(options.draft),
+    return make_named(
+        options.draft,
         target,
         num_requests=1,
         longest=longest,

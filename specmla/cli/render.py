@@ -35,7 +35,7 @@ def continuation(
 def comparison_table(runs: Mapping[str, Run], num_speculative_tokens: int) -> Table:
     """One column per way of decoding; `plain` comes first and is the base of the speed-up."""
     table = Table(title=f"draft-verify decoding, K = {num_speculative_tokens}")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     columns = [_figures(run, runs["plain"]) for run in runs.values()]
     for name in runs:
         table.add_column(name, justify="right")

@@ -1,21 +1,46 @@
-"""The pair that ships with the package: its size, its files, its prompts."""
+"""The models that ship with the package: their size, their files, the prompts."""
 
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 import pytest
 import torch
 
 import specmla
+from drafters import load_block_model
+from specmla.cli.named import SHIPPED
 
 ASSETS = Path(specmla.__file__).parent / "assets"
-LIMIT = 12_000_000  # bytes, everything that ships
+LIMIT = 20_000_000  # bytes, everything that ships
 
 
 def test_everything_fits() -> None:
     assert sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()) <= LIMIT
+
+
+def test_anyone_may_read_them() -> None:
+    for path in ASSETS.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            assert stat.S_IMODE(path.stat().st_mode) & 0o444 == 0o444, path
+
+
+def test_every_drafter_has_a_name() -> None:
+    folders = {path for path in ASSETS.iterdir() if (path / "config.json").is_file()}
+    assert set(SHIPPED.values()) | {ASSETS / "target"} == folders
+
+
+@pytest.mark.parametrize("name", ["mtp", "dflash", "dspark"])
+def test_drafters_of_hidden_states_are_stored_in_bfloat16_and_load_alike(name: str) -> None:
+    target, _ = specmla.load_checkpoint(ASSETS / "target")
+    load = specmla.load_mtp if name == "mtp" else load_block_model
+    first, second = load(SHIPPED[name], target), load(SHIPPED[name], target)
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert one.dtype == torch.bfloat16
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("part", ["target", "draft"])
