@@ -103,7 +103,7 @@ class Served(NamedTuple):
         builder = MetadataBuilder(
             backend=backend, page_size=page_size, num_pages=len(free),
             num_heads=dims.num_heads, kv_lora_rank=dims.kv_lora_rank, device=DEVICE,
-            max_seq_len=1000, dtype=dtype,
+            max_seq_len=10_000, dtype=dtype,
         )  # fmt: skip
         workspace = None
         if workspace_rows is not None:

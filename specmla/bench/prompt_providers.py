@@ -5,7 +5,7 @@ keys, causal from the last key.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from specmla.backends.running import RunningSoftmax
 from specmla.backends.select import get_backend
 from specmla.bench.fa3 import NUM_SPLITS, UNUSED, FA3Provider
 from specmla.errors import ArgumentError
@@ -78,6 +79,19 @@ class BackendPrompts:
             prompts.part,
             softmax_scale=prompts.scale,
         ).out
+
+
+class FoldedPrompts(BackendPrompts):
+    """`fold_mha` of a backend, all keys at once: the prompt kernel of batch-invariant results."""
+
+    def run(self, prompts: Prompts) -> Tensor:
+        """Attend."""
+        part, query, value = prompts.part, prompts.query, prompts.value
+        extents = torch.ones_like(part.query_start[1:])  # there is no context before the first row
+        state = RunningSoftmax.start(query, value.shape[2])
+        folded = replace(part, first_extent=extents)
+        self.backend.fold_mha(state, query, prompts.key, value, folded, softmax_scale=prompts.scale)
+        return state.finish(query.dtype)[0]
 
 
 class SdpaPrompts:
@@ -164,6 +178,7 @@ class FA3Prompts:
 
 PROVIDERS: dict[str, Callable[[Path | None], PromptProvider]] = {
     "triton": lambda file: BackendPrompts("triton"),
+    "triton-folded": lambda file: FoldedPrompts("triton"),
     "reference": lambda file: BackendPrompts("reference"),
     "sdpa": lambda file: SdpaPrompts(None, pads_value=False),
     "flash": lambda file: SdpaPrompts(SDPBackend.FLASH_ATTENTION, pads_value=True),

@@ -68,6 +68,14 @@ def test_kernels_are_checked_and_compared(
     assert "of best" in capsys.readouterr().out
 
 
+def test_the_kernel_of_batch_invariant_prompts() -> None:
+    pytest.importorskip("triton")
+    given = {name: get_prompt_provider(name) for name in ("triton-folded", "triton")}
+    rows = list(measure_kernels("1q40s40,1q7s7", given, OPTIONS))
+    assert [r["status"] for r in rows] == ["timed", "timed"]
+    assert all(r["rel_err"] < 1e-6 for r in rows)
+
+
 def test_a_wrong_kernel_is_not_timed() -> None:
     class Wrong:
         def problems(self, prompts: Prompts) -> list[str]:

@@ -15,9 +15,20 @@ from specmla.backends.select import get_backend
 from specmla.bench.verify import requirements
 from specmla.config import MLAConfig
 from specmla.layer import MLAAttention
+from specmla.metadata import RequestRows
+from specmla.rope import RotaryEmbedding
 from specmla.row_local import multiply, multiply_heads
 from specmla.testing import assert_within_budget, make_case
-from tests.test_invariance import EXTEND, PROMPT, VERIFY, Row, Served, assert_same, make_layer
+from tests.test_invariance import (
+    EXTEND,
+    PROMPT,
+    VERIFY,
+    Row,
+    Served,
+    assert_same,
+    make_layer,
+    plain_and_exact,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -108,8 +119,6 @@ def test_the_prefix_of_another_request_serves_as_well(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_layer_errs_like_the_plain_one(dtype: torch.dtype) -> None:
     """Budget: absorption rounds query and latent once more than MHA does, hence twice."""
-    from tests.test_invariance import plain_and_exact
-
     layer = make_layer(dtype, DIMS)
     hidden = Served.make(layer, page_size=64, lens=LENS).hidden
     for i in (1, 7):
@@ -143,9 +152,6 @@ def test_products_of_deepseek_s_shapes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["triton", "hopper"])
 def test_a_captured_verify_has_the_bits_of_an_eager_one(name: str) -> None:
-    from specmla.metadata import RequestRows
-    from specmla.rope import RotaryEmbedding
-
     backend, layer = backend_of(name, torch.bfloat16), make_layer(torch.bfloat16, DIMS)
     served = Served.make(layer, backend, page_size=64, lens=LENS)
     served.run([[(1, PROMPT, 295)], [(7, PROMPT, 20)]])
@@ -169,3 +175,24 @@ def test_a_captured_verify_has_the_bits_of_an_eager_one(name: str) -> None:
     graph.replay()
     assert torch.equal(captured, eager)
     assert torch.equal(eager[5:], alone(name, torch.bfloat16)[7][20:])
+
+
+@pytest.mark.parametrize("name", ["triton", "hopper"])
+def test_nothing_waits_for_the_device(name: str) -> None:
+    backend, layer = backend_of(name, torch.bfloat16), make_layer(torch.bfloat16, DIMS)
+    served = Served.make(layer, backend, page_size=64, lens=LENS, workspace_rows=1024)
+    served.run([[(1, PROMPT, 295), (2, PROMPT, 2000)], [(1, VERIFY, 5), (2, PROMPT, 3000)]])
+    requests = [
+        RequestRows(VERIFY, 5, 300, served.pages[1]),
+        RequestRows(PROMPT, 3000, 5000, served.pages[2]),
+    ]
+    metadata = served.builder.build(requests)
+    assert len(metadata.prefill.context) == 5
+    rows = torch.cat((served.hidden[1][295:], served.hidden[2][2000:]))
+    angles = RotaryEmbedding(DIMS).at(metadata.positions, rows.dtype)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(rows, angles, served.cache, 0, metadata, backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
