@@ -18,8 +18,8 @@ from specmla.kernels.hopper.small.right import right_partition
 from specmla.kernels.hopper.small.softmax import OF_WARPS
 
 WORKERS16 = gl.constexpr([160, 56])
-WORKERS32 = gl.constexpr([184, 56])
-REGISTERS = {16: 128, 32: 144}
+WORKERS32 = gl.constexpr([216, 56])
+REGISTERS = {16: 128, 32: 168}
 """Registers a thread at launch by N; the partitions redistribute them."""
 
 

@@ -83,11 +83,8 @@ def left_partition(
         if EARLY:
             cuda.gdc_launch_dependents()
         prefix = keys - rows
-        after = at
-        row_after = row0
-        if N == 16:
-            # Here, where the first keys are still to come; 32 rows lack the registers.
-            after, row_after, more = next_pass(walk, at, (rows, keys, tile, end), row0, H, N)
+        # Here, where the first keys are still to come.
+        after, row_after, more = next_pass(walk, at, (rows, keys, tile, end), row0, H, N)
         wait(queries_ready[1], turn & 1)
 
         row_max = gl.full([N], FLOOR, gl.float32, ROWS)
@@ -137,9 +134,6 @@ def left_partition(
             cuda.gdc_launch_dependents()
         put_sums(row_sum, sums, 0)
         arrive(sums_ready[0])
-        if N > 16:
-            first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, 0)
-            piece = (first_row, rows, tile * BLOCK + row0)
         live_rows = rows * H - tile * BLOCK
         row = row0 + gl.arange(0, N, ROWS)
         if slot >= 0:
@@ -158,7 +152,5 @@ def left_partition(
             to = part_stat_ptr + (slot * (2 * BLOCK) + row)
             gl.store(to, row_max, mask=row < live_rows)
             gl.store(to + BLOCK, total, mask=row < live_rows)
-        if N > 16:
-            after, row_after, more = next_pass(walk, at, (rows, keys, tile, end), row0, H, N)
         at, row0 = after, row_after
         turn += 1

@@ -72,11 +72,8 @@ def right_partition(
         fence_async_shared()
         arrive(queries_ready[1])
         prefix = keys - rows
-        after = at
-        row_after = row0
-        if N == 16:
-            # Here, where the first keys are still to come; 32 rows lack the registers.
-            after, row_after, more = next_pass(walk, at, (rows, keys, tile, end), row0, H, N)
+        # Here, where the first keys are still to come.
+        after, row_after, more = next_pass(walk, at, (rows, keys, tile, end), row0, H, N)
         wait(queries_ready[0], turn & 1)
 
         row_max = gl.full([N], FLOOR, gl.float32, ROWS)
@@ -135,9 +132,6 @@ def right_partition(
 
         put_sums(row_sum, sums, 1)
         arrive(sums_ready[1])
-        if N > 16:
-            first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, 0)
-            piece = (first_row, rows, tile * BLOCK + row0)
         if slot >= 0:
             write_part(acc, part_ptr, slot, row0, rows * H - tile * BLOCK, 1, N)
         wait(sums_ready[0], turn & 1)
@@ -146,7 +140,5 @@ def right_partition(
             empty = total == 0.0
             acc = scale_columns(acc, gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total)))
             write_out(acc, out_ptr, q_right.index(0), piece, 1, H, N)
-        if N > 16:
-            after, row_after, more = next_pass(walk, at, (rows, keys, tile, end), row0, H, N)
         at, row0 = after, row_after
         turn += 1
