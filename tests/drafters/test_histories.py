@@ -7,13 +7,15 @@ tokens at once, and the target's shared pages keep their bits.
 
 from __future__ import annotations
 
+import pydoc
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from drafters import DraftModelDrafter
 from drafters.state_log import StateLog
-from specmla import ArgumentError, RequestRows
+from specmla import ArgumentError, Bucket, RequestRows, SamplingParams
 from tests.drafters.histories import World
 from tests.drafters.kinds import KINDS
 from tests.drafters.networks import tiny_target
@@ -57,6 +59,32 @@ def test_histories_do_what_they_are_for(target, kind):
     world.end()
     assert {what for what in wanted if not world.seen[what]} == set()
     assert world.seen["rows"] > 100
+
+
+REPLAYS = {
+    "draft_model": "drafters.draft_model.CapturedChains.run",
+    "mtp": "drafters.mtp.drawn_proposal",
+    "eagle3": "drafters.eagle3.drawn_proposal",
+    "dflash": "drafters.block.drawn_proposal",
+    "dspark": "drafters.block.drawn_proposal",
+}
+"""What is called, once a proposal, where one was drafted by a captured graph."""
+
+
+@pytest.mark.parametrize("kind", REPLAYS)
+def test_captured_drafts_leave_the_same_rows(target, kind, monkeypatch):
+    """Graphs of fixed sizes, on a CPU the same buffers: catching up, renewed rows, restarts."""
+    world, replays = World(target, kind, 4, 4, (22, 40)), []
+    world.drafter.capture([Bucket(1, 2), Bucket(2, 4), Bucket(4, 9)], [SamplingParams(1.0)])
+    real = pydoc.locate(REPLAYS[kind])
+    monkeypatch.setattr(REPLAYS[kind], lambda *args: replays.append(args) or real(*args))
+    for turn in range(40):
+        world.act({7: "fork", 13: "preempt"}.get(turn % 20, "add" if turn % 3 else "run"))
+        world.act("run")
+    world.end()
+    assert len(replays) > 10
+    assert world.seen["cancelled"]
+    assert world.seen["unheard"]
 
 
 def live(target, kind: str) -> None:
