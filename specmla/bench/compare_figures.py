@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specmla.bench.compare_aims import compare_aims
+
 PLOT = "docs/compare.png"
 
 
@@ -21,7 +23,7 @@ def compare_figures(found: Mapping[str, Any]) -> list[str]:
         f"{run['dtype']} on one thread of a CPU ({env['cpu']['name']}): the shipped pair on "
         f"{prompts['count']} excerpts of {prompts['source']} (Python {prompts['python']}), never "
         f"trained on, {run['max_tokens']} new tokens each, {run['batch']} at once, "
-        f"{run['repeats']} turns. Chains of K = {run['num_drafts']}; trees of up to "
+        f"{_turns(run['repeats'])}. Chains of K = {run['num_drafts']}; trees of up to "
         f"{run['num_nodes']} nodes, no deeper. Expected: tokens a step with the coins of "
         "acceptance integrated out, 95 % bootstrap interval over prompts. min(p, q): its sum over "
         "the vocabulary by position, if those before stand. Looping continuations are left out of "
@@ -32,8 +34,10 @@ def compare_figures(found: Mapping[str, Any]) -> list[str]:
     return [
         f"{intro}\n\n{_table(rows)}",
         "What is gained, in expected tokens a step: " + "; ".join(map(_gain, found["gains"])) + ".",
+        compare_aims(found),
         f"![Expected tokens a step by drafter and rule, and min(p, q) by position]({PLOT})",
-        f"`specmla compare --num-prompts {prompts['count']} --max-tokens {run['max_tokens']} "
+        f"`specmla compare --draft {','.join(run['drafts'])} -k {run['num_drafts']} --nodes "
+        f"{run['num_nodes']} --num-prompts {prompts['count']} --max-tokens {run['max_tokens']} "
         f"--repeats {run['repeats']} --json --plot FILE.png`",
     ]
 
@@ -66,8 +70,12 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         " ".join(f"{value:.2f}" for value in row.get("overlap_per_position", [])) or "-",
         f"{row['tokens_per_s']:.0f}",
         f"{row['plain_tokens_per_s']:.0f}",
-        f"{row['speedup']:.2f}x ({least:.2f} to {most:.2f})",
+        f"{row['speedup']:.2f}x" + (f" ({least:.2f} to {most:.2f})" if most > least else ""),
     ]
+
+
+def _turns(count: int) -> str:
+    return f"{count} turn" + "s" * (count > 1)
 
 
 def _gain(gain: Mapping[str, Any]) -> str:

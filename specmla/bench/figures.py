@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from specmla.bench.compare_figures import compare_figures
+from specmla.bench.decode_figures import decode_figures
+from specmla.bench.drafter_figures import drafter_figures
 from specmla.bench.grid_figures import grid_figures
 
 RESULTS = Path(str(files("specmla"))) / "bench" / "results"
@@ -20,7 +22,9 @@ RESULTS = Path(str(files("specmla"))) / "bench" / "results"
 
 def figures() -> str:
     """Give the whole block of the README."""
-    return "\n\n".join([_verify(), *_grid(), _layer(), _step(), _loop(), *_compare(), _training()])
+    parts = [_verify(), *_grid(), _layer(), _step(), *decode_figures(_load("h200_decode"))]
+    parts += [_loop(), *_compare(), _training(), *drafter_figures(_load("drafter_training"))]
+    return "\n\n".join(parts)
 
 
 def _load(name: str) -> dict[str, Any]:

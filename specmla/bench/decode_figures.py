@@ -1,0 +1,70 @@
+"""The README's part about whole decoding loops, from `results/h200_decode.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+AIM = 1.5
+"""Times plain decoding."""
+
+
+def decode_figures(found: Mapping[str, Any]) -> list[str]:
+    """Give the paragraphs: what was run, tokens a second, where the aim holds and what loses."""
+    env, rows = found["env"], found["rows"]
+    drafted = [row for row in rows if row["drafts"]]
+    hosts = [row["host_us"] for row in rows]
+    intro = (
+        f"**Whole loops, captured**, one {env['gpu']['name']}, {env['date'][:10]}, torch "
+        f"{env['versions']['torch']}, {env['dtype']}: the shipped target on its first B of "
+        f"{env['prompts']['count']} excerpts of held-out modules, K = {drafted[0]['drafts']} for "
+        "every drafter, backend "
+        f"{' and '.join(dict.fromkeys(row['backend'] for row in rows))}. Plain decoding is "
+        f"captured the same way ({env['mode']}). Timed from the third step until the first "
+        "request ends. In a cell: tokens/s, steps/s, times plain decoding, tokens a step and "
+        f"request. The host takes {min(hosts):.0f} to {max(hosts):.0f} µs of a step."
+    )
+    return [f"{intro}\n\n{_table(rows)}", f"{_aim(drafted)} {_losses(drafted)}", _command(env)]
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    columns = sorted({_column(row) for row in rows})
+    cells = {(row["drafter"], _column(row)): _cell(row) for row in rows}
+    header = ["drafter", *(f"T = {t:g}, B = {b}" for t, b in columns)]
+    lines = [header, ["---"] + ["---:"] * len(columns)]
+    for name in dict.fromkeys(row["drafter"] for row in rows):
+        lines.append([name, *(cells[name, column] for column in columns)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _column(row: Mapping[str, Any]) -> tuple[float, int]:
+    return row["temperature"], row["requests"]
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    speed = f"{row['tokens_per_s']:.0f}, {row['steps_per_s']:.0f}"
+    gain = f", {row['speedup']:.2f}x, {row['tokens_per_step']:.2f}"
+    return speed + gain if row["drafts"] else speed
+
+
+def _aim(drafted: Sequence[Mapping[str, Any]]) -> str:
+    """Say where the aim holds, by temperature and batch, and with which drafters."""
+    parts = []
+    for column in sorted({_column(row) for row in drafted}):
+        good = [r["drafter"] for r in drafted if _column(r) == column and r["speedup"] >= AIM]
+        names = ", ".join(good) or "none"
+        parts.append(f"T = {column[0]:g}, B = {column[1]}: {names}")
+    return f"At least {AIM:g} times plain decoding (the aim): {'; '.join(parts)}."
+
+
+def _losses(drafted: Sequence[Mapping[str, Any]]) -> str:
+    slower = [
+        f"{r['drafter']} at T = {r['temperature']:g}, B = {r['requests']} ({r['speedup']:.2f}x)"
+        for r in drafted
+        if round(r["speedup"], 2) < 1
+    ]
+    return f"Slower than plain decoding: {', '.join(slower) or 'none'}."
+
+
+def _command(env: Mapping[str, Any]) -> str:
+    return f"`python -m specmla.bench {' '.join(env['argv'])}`"
