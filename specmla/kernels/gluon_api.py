@@ -35,12 +35,3 @@ def view(shared, shape: gl.constexpr, layout: gl.constexpr):
         return shared.reinterpret(shared.dtype, shape, layout)
     else:
         return shared._reinterpret(shared.dtype, shape, layout)
-
-
-@gluon.jit
-def retype(shared, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """Look at shared memory as elements of another type."""
-    if HAS_REINTERPRET:
-        return shared.reinterpret(dtype, shape, layout)
-    else:
-        return shared._reinterpret(dtype, shape, layout)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from specmla.kernels.direct import DirectKernel, Started, current_stream, is_watched
 from specmla.kernels.raw_launcher import Call
-from specmla.kernels.tensor_box import BoxedTensor
 
 
 class Launch(NamedTuple):
@@ -74,8 +73,6 @@ def prepare(
         None if one of them can only go through Triton.
     """
     moves = {id(argument): k for k, argument in enumerate(moving)}
-    # A kernel may also take the address of what it reads through a map.
-    moves |= {id(a.tensor): k for k, a in enumerate(moving) if isinstance(a, BoxedTensor)}
     ready = []
     for launch, known in zip(launches, started, strict=True):
         known = known or launch.kernel.find(launch.args, launch.named)

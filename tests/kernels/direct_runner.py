@@ -85,19 +85,23 @@ def hopper() -> None:
     torch.cuda.current_device = lambda: None  # type: ignore[assignment,return-value]
     plan.SCHEDULE = Both(plan.schedule_kernel)
     launch.HOPPER, launch.MERGE = Both(launch.hopper_kernel), Both(launch.merge_kernel)
-    case = make_case("2q3s70,q1s200", device=torch.device("cpu"), dtype=torch.bfloat16)
-    backend = HopperBackend()
-    part = case.planned(backend)
-    query, rope, cache = case.q_latent, case.q_rope, case.latent_cache
-    backend.forward_mqa(query, rope, cache, part, softmax_scale=0.1)
-    for given in ((query, rope, cache), (query.clone(), rope.clone(), cache.clone())):
-        GPU.log()
-        out = part.plan.repeat.attend(*given, part, 0.1)
-        repeated = GPU.log()
-        boxed = BoxedTensor(given[2], tensor_box((1, 64, 64), launch.COPY.value))
-        for one in launch.launches(out, (*given[:2], boxed), part, part.plan, 0.1):
-            one.kernel._run(one.grid, one.args, one.named)
-        same(repeated, GPU.log())
+    launch.SMALL = Both(launch.small_kernel)
+    for batch, kernel in (("2q3s70,q1s200", launch.HOPPER), ("q1s70,q1s200", launch.SMALL)):
+        case = make_case(batch, num_heads=16, device=torch.device("cpu"), dtype=torch.bfloat16)
+        backend = HopperBackend()
+        part = case.planned(backend)
+        query, rope, cache = case.q_latent, case.q_rope, case.latent_cache
+        backend.forward_mqa(query, rope, cache, part, softmax_scale=0.1)
+        for given in ((query, rope, cache), (query.clone(), rope.clone(), cache.clone())):
+            GPU.log()
+            out = part.plan.repeat.attend(*given, part, 0.1)
+            repeated = GPU.log()
+            boxed = BoxedTensor(given[2], tensor_box((1, 64, 64), launch.COPY.value))
+            launches = launch.launches(out, (*given[:2], boxed), part, part.plan, 0.1)
+            assert launches[0].kernel is kernel
+            for one in launches:
+                one.kernel._run(one.grid, one.args, one.named)
+            same(repeated, GPU.log())
 
 
 CASES: tuple[Callable[[], None], ...] = (store, pieces, hopper)

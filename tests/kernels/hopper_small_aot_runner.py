@@ -17,8 +17,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from specmla.kernels.hopper.layouts import COPY
 from specmla.kernels.hopper.small.kernel import REGISTERS, small_kernel
 
-PLAIN = {"H": 16, "G": 64, "WINDOW": False, "TREE": False, "EARLY": False}
-HARD = {"H": 20, "G": 16, "WINDOW": True, "TREE": True, "EARLY": True}
+PLAIN = {"H": 16, "G": 64, "WINDOW": False, "TREE": False}
+HARD = {"H": 20, "G": 16, "WINDOW": True, "TREE": True}
 CASES: tuple[tuple[dict[str, Any], str], ...] = (
     (PLAIN | {"N": 16}, "bf16"),
     (HARD | {"N": 32}, "fp16"),

@@ -123,8 +123,7 @@ def hopper_kernel(
     tables = (row_extent_ptr, row_start_ptr, tree_bits_ptr)
     walk = (program_ptr, entry_ptr)
     shared = (queries, keys, exchange, full, free, signal)
-    # A cache in the query's dtype has no scale.
-    attend = (target, query, tables, walk, scale_log2, None)
+    attend = (target, query, tables, walk, scale_log2)
     cache = (descriptor, block_table_ptr, stride_table, merge_ptr)
     fence_async_shared()
     gl.warp_specialize(

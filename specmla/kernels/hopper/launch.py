@@ -10,6 +10,8 @@ from specmla.kernels.hopper.bounds import TILE_ROWS
 from specmla.kernels.hopper.kernel import hopper_kernel
 from specmla.kernels.hopper.layouts import COPY
 from specmla.kernels.hopper.plan import HopperPlan
+from specmla.kernels.hopper.small.kernel import REGISTERS as SMALL_REGISTERS
+from specmla.kernels.hopper.small.kernel import small_kernel
 from specmla.kernels.launch import FP_FUSION
 from specmla.kernels.merge import WARPS, merge_kernel
 from specmla.kernels.prepared import Launch
@@ -23,6 +25,7 @@ MERGE_REGISTERS = 128
 REGISTERS = 168
 """Registers a thread at launch; the partitions redistribute them."""
 HOPPER, MERGE = DirectKernel(hopper_kernel), DirectKernel(merge_kernel)
+SMALL = DirectKernel(small_kernel)
 
 
 def hopper_attention(
@@ -98,18 +101,34 @@ def _main_launch(
         *q_latent.stride()[:2],
         *q_rope.stride()[:2],
     )
+    num_heads, grid = q_latent.shape[1], (plan.program.shape[0],)
     named = {
-        "H": q_latent.shape[1],
+        "H": num_heads,
         "G": part.page_size,
-        "RUN": plan.shape.run,
         "WINDOW": part.row_start is not None,
         "TREE": part.tree_bits is not None,
         "num_warps": 4,
-        "maxnreg": REGISTERS,
         "enable_fp_fusion": FP_FUSION,
         "launch_pdl": True,
     }
-    return Launch(HOPPER, (plan.program.shape[0],), args, named)
+    small = small_rows(part.max_query_len * num_heads, plan.shape.run)
+    if small is not None:
+        named |= {"N": small, "maxnreg": SMALL_REGISTERS[small]}
+        return Launch(SMALL, grid, args, named)
+    return Launch(HOPPER, grid, args, named | {"RUN": plan.shape.run, "maxnreg": REGISTERS})
+
+
+def small_rows(most_rows: int, run: int) -> int | None:
+    """Choose the rows of a pass of the form for few rows; None for tiles of 64.
+
+    Either form is right for any rows: the bound only says which is faster. Batch-invariant results
+    come from one form whatever the query lengths.
+
+    Args:
+        most_rows: bound of the packed rows of a request, Q * H.
+        run: blocks of a batch-invariant piece, or 0.
+    """
+    return None if run else next((n for n in SMALL_REGISTERS if most_rows <= n), None)
 
 
 def _merge_launch(out: Tensor, lse: Tensor, plan: HopperPlan) -> Launch:

@@ -48,7 +48,7 @@ def left_partition(
     TREE: gl.constexpr,
 ):
     """Scores and softmax of the first block of each pair, and the left half of the output."""
-    target, query, tables, walk, scale_log2, cache_scale = attend
+    target, query, tables, walk, scale_log2 = attend
     queries, keys_shared, exchange, full, free, signal = shared
     weights_ready, queries_asked, queries_ready, sums_ready = signal
     out_ptr, lse_ptr, part_ptr, part_stat_ptr = target
@@ -126,9 +126,6 @@ def left_partition(
         arrive(sums_ready[0])
         wait(sums_ready[1], at[3] & 1)
         total += sums.index(1).load(S_ROWS)
-        if cache_scale is not None:
-            total *= cache_scale[0]
-            row_max += cache_scale[1]
         first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, RUN)
         row = gl.arange(0, BLOCK, S_ROWS)
         if slot < 0:

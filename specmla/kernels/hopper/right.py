@@ -32,7 +32,7 @@ def right_partition(
     TREE: gl.constexpr,
 ):
     """Scores and softmax of the second block of each pair, and the right half of the output."""
-    target, query, tables, walk, scale_log2, cache_scale = attend
+    target, query, tables, walk, scale_log2 = attend
     queries, keys_shared, exchange, full, free, signal = shared
     weights_ready, queries_asked, queries_ready, sums_ready = signal
     out_ptr, _lse_ptr, part_ptr, _part_stat_ptr = target
@@ -116,8 +116,6 @@ def right_partition(
         arrive(sums_ready[1])
         wait(sums_ready[0], at[3] & 1)
         total += sums.index(0).load(S_ROWS)
-        if cache_scale is not None:
-            total *= cache_scale[0]
         first_row, rows, keys, _request, tile, end, slot = read_piece(walk, at, H, RUN)
         if slot < 0:
             empty = total == 0.0

@@ -61,7 +61,6 @@ def small_kernel(
     WINDOW: gl.constexpr,
     TREE: gl.constexpr,
     N: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
     """Attend the pieces of one program, N rows a pass; see the module's text."""
     fetch_to_cache(program_ptr + gl.program_id(0) * 16)
@@ -107,7 +106,7 @@ def small_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (left_partition, (attend, shared, H, WINDOW, TREE, N, EARLY)),
+            (left_partition, (attend, shared, H, WINDOW, TREE, N)),
             (right_partition, (attend, shared, H, WINDOW, TREE, N)),
             (load_partition, (cache, walk, keys, full, free, start, H, G, N)),
         ],

@@ -48,7 +48,6 @@ def left_partition(
     WINDOW: gl.constexpr,
     TREE: gl.constexpr,
     N: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
     """Scores and softmax of the first block of each pair, and the left half of the output."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -80,8 +79,6 @@ def left_partition(
         q_rope.index(0).store(r)
         fence_async_shared()
         arrive(queries_ready[0])
-        if EARLY:
-            cuda.gdc_launch_dependents()
         prefix = keys - rows
         # Here, where the first keys are still to come.
         after, row_after, more = next_pass(walk, at, (rows, keys, tile, end), row0, H, N)
@@ -130,8 +127,8 @@ def left_partition(
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 arrive(free[1].index(stage))
 
-        if not EARLY:
-            cuda.gdc_launch_dependents()
+        # The merge may be launched as soon as programs end; it waits for all of them itself.
+        cuda.gdc_launch_dependents()
         put_sums(row_sum, sums, 0)
         arrive(sums_ready[0])
         live_rows = rows * H - tile * BLOCK
