@@ -28,6 +28,7 @@ class E4M3UpProjection(UpProjection):
     Args:
         config: of the layer.
         dtype: of the model.
+        device: of the codes; torch's default if None.
 
     Attributes:
         weight: [H * (P + V), C] uint8, the codes' bits: a cast of the model leaves them alone.
@@ -37,26 +38,29 @@ class E4M3UpProjection(UpProjection):
     scale: Tensor
     like: Tensor
 
-    def __init__(self, config: MLAConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: MLAConfig, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
         nn.Module.__init__(self)
         self.config = config
         self.in_features = config.kv_lora_rank
         self.out_features = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
         shape = (self.out_features, self.in_features)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
+        codes = torch.empty(shape, dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(codes, requires_grad=False)
         self.register_parameter("bias", None)
         blocks = -(-shape[1] // BLOCK)
-        scale = torch.empty(shape[0], blocks, dtype=torch.float32)
+        scale = torch.empty(shape[0], blocks, dtype=torch.float32, device=device)
         self.register_buffer("scale", scale, persistent=False)
-        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+        like = torch.empty(0, dtype=dtype, device=device)
+        self.register_buffer("like", like, persistent=False)
 
     @classmethod
     def from_codes(
         cls, config: MLAConfig, codes: Tensor, scale: Tensor, dtype: torch.dtype
     ) -> E4M3UpProjection:
         """Copy codes and scale to a new module on their device, see `load`."""
-        with torch.device(codes.device):
-            made = cls(config, dtype)
+        made = cls(config, dtype, codes.device)
         made.load(codes, scale)
         return made
 
