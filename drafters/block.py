@@ -190,7 +190,7 @@ class BlockDrafter(CapturableBlocks):
     ) -> BlockOutput:
         """Run the blocks of a step; K is `width`."""
         hidden = self._run(metadata)[:, :width]
-        logits = self.model.logits(hidden)
+        logits = self.draft.logits(hidden, self.model)
         # The mask token is none that a text could hold.
         logits[..., self.draft.config.mask_token_id] = -torch.inf
         sent = metadata.along

@@ -15,6 +15,7 @@ from drafters.block_fields import (
     id_problems,
     is_mla,
     merged,
+    reduced_problems,
 )
 from drafters.gqa_config import GQAConfig, count_problems, scaling_fields
 from drafters.speculators_config import block_fields, is_speculators
@@ -38,6 +39,7 @@ class BlockConfig:
         markov_rank: of the sequential head; 0 for none.
         confidence_head: whether there is one.
         architecture: `DFlashDraftModel` or `DSparkDraftModel`.
+        draft_vocab_size: ids that it can draft, by a head of its own; None: all, by the target's.
     """
 
     attention: MLAConfig | GQAConfig
@@ -51,6 +53,7 @@ class BlockConfig:
     markov_rank: int = 0
     confidence_head: bool = False
     architecture: str = "DFlashDraftModel"
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what can't be built.
@@ -61,7 +64,7 @@ class BlockConfig:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         least = {"num_layers": 1, "intermediate_size": 1, "vocab_size": 1, "markov_rank": 0}
         least["block_size"] = 1 if self.sample_from_anchor is True else 2
-        found = count_problems(least, given) + id_problems(given)
+        found = count_problems(least, given) + id_problems(given) + reduced_problems(given)
         found += [
             f"{name} is {given[name]!r}, accepted are True, False"
             for name in ("sample_from_anchor", "confidence_head")
@@ -113,7 +116,7 @@ class BlockConfig:
         if found or attention is None:
             raise ArgumentError("BlockConfig.from_hf: " + "; ".join(found))
         architecture = next(name for name in architectures_of(source) if name in ARCHITECTURES)
-        from_anchor = fields.get("sample_from_anchor")
+        from_anchor, reduced = fields.get("sample_from_anchor"), fields.get("draft_vocab_size")
         return cls(
             attention=attention,
             num_layers=fields["num_hidden_layers"],
@@ -126,6 +129,7 @@ class BlockConfig:
             markov_rank=fields.get("markov_rank") or 0,
             confidence_head=bool(fields.get("enable_confidence_head")),
             architecture=architecture,
+            draft_vocab_size=None if reduced == fields["vocab_size"] else reduced,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -147,6 +151,7 @@ class BlockConfig:
             "vocab_size": self.vocab_size,
             "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_layers,
+            "draft_vocab_size": self.draft_vocab_size or self.vocab_size,
             "dflash_config": section,
         }
 

@@ -51,6 +51,7 @@ def field_problems(fields: Mapping[str, Any]) -> list[str]:
         name: fields[name] for name in (*needed, "markov_rank") if fields.get(name) is not None
     }
     found += count_problems({**least, "markov_rank": 0}, given) + id_problems(given)
+    found += reduced_problems(fields)
     mla = is_mla(fields)
     found += [] if mla else gqa_problems(fields)
     only = {
@@ -83,6 +84,14 @@ def id_problems(given: Mapping[str, Any]) -> list[str]:
         if not isinstance(ids, list | tuple) or not ids or not all(map(is_count, ids)):
             found.append(f"target_layer_ids is {ids!r}, accepted is a list of integers, not empty")
     return found
+
+
+def reduced_problems(given: Mapping[str, Any]) -> list[str]:
+    """List what is wrong with `draft_vocab_size`, if it is given."""
+    count, size = given.get("draft_vocab_size"), given.get("vocab_size")
+    if count is None or not is_count(size) or (is_count(count) and 1 <= count <= size):
+        return []
+    return [f"draft_vocab_size is {count!r}, accepted are 1 .. vocab_size, {size}"]
 
 
 def is_count(value: object) -> TypeGuard[int]:

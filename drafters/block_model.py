@@ -11,6 +11,9 @@ and all rows of the block. `norm` and the target's head give logits U_j.
 
 DSpark adds a sequential head, logits_j = U_j + W_2 W_1[x_{j-1}] with x_0 the anchor, and a
 confidence c_j = sigmoid(w . [h_j ; W_1[x_{j-1}]]), an estimate of how likely draft j is accepted.
+
+A network of a reduced vocabulary has a head of its own, whose id j is the target's j + d2t[j]; W_2
+is over its ids as well. What they give is spread over the target's ids, -inf where it knows none.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 
 from drafters.block_config import BlockConfig, check_target, read_block_config
 from drafters.gqa_config import GQAConfig
+from drafters.vocab_map import NAMES, read_offsets, save_mapped
 from specmla import (
     AttentionBackend,
     DeepseekConfig,
@@ -39,10 +43,10 @@ from specmla import (
 class MarkovHead(nn.Module):
     """A bias of rank r on the logits, from the token before."""
 
-    def __init__(self, vocab_size: int, rank: int) -> None:
+    def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
 
 
 class ConfidenceHead(nn.Module):
@@ -54,7 +58,14 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockDraftModel(nn.Module):
-    """Context projection, layers and heads; embedding and vocabulary head are the target's."""
+    """Context projection, layers and heads; embedding and vocabulary head are the target's.
+
+    Attributes:
+        d2t: [draft_vocab_size] int64, what is added to a draft id to give the target's, if the
+            vocabulary is a reduced one.
+    """
+
+    d2t: Tensor
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -64,8 +75,12 @@ class BlockDraftModel(nn.Module):
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
         self.layers = self._make_layers(config)
         self.norm = nn.RMSNorm(hidden, eps=eps)
+        count = config.draft_vocab_size or config.vocab_size
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(hidden, count, bias=False)
+            self.register_buffer("d2t", torch.zeros(count, dtype=torch.int64), persistent=False)
         if config.markov_rank:
-            self.markov_head = MarkovHead(config.vocab_size, config.markov_rank)
+            self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, count)
         if config.confidence_head:
             self.confidence_head = ConfidenceHead(hidden + config.markov_rank)
         self.rotary = self._make_rotary(config)
@@ -111,6 +126,19 @@ class BlockDraftModel(nn.Module):
         normed: Tensor = self.norm(hidden)
         return normed
 
+    def logits(self, hidden: Tensor, target: DeepseekForCausalLM) -> Tensor:
+        """Map states `[..., D]` to logits `[..., W]`, by the target's head or its own."""
+        if self.config.draft_vocab_size is None:
+            return target.logits(hidden)
+        own = self.lm_head(hidden.to(self.lm_head.weight.dtype)).to(hidden.dtype)
+        return self._spread(own, -torch.inf)
+
+    def _spread(self, own: Tensor, other: float) -> Tensor:
+        """Give values `[..., draft_vocab_size]` their places among the target's ids."""
+        ids = torch.arange(len(self.d2t), device=own.device) + self.d2t
+        whole = own.new_full((*own.shape[:-1], self.config.vocab_size), other)
+        return whole.index_copy_(-1, ids, own)
+
     @property
     def has_markov(self) -> bool:
         """Whether the drafts of a block depend on each other."""
@@ -124,7 +152,7 @@ class BlockDraftModel(nn.Module):
     def markov_logits(self, state: Tensor) -> Tensor:
         """Give W_2 s `[..., W]`, what the token before adds to the logits."""
         added: Tensor = self.markov_head.markov_w2(state)
-        return added
+        return added if self.config.draft_vocab_size is None else self._spread(added, 0.0)
 
     def confidence_logit(self, hidden: Tensor, state: Tensor | None) -> Tensor:
         """Give w . [h ; s] `[...]`; its sigmoid is the confidence."""
@@ -146,14 +174,17 @@ def load_block_model(
     """
     config = read_block_config(directory)
     check_target(config, target.config, str(directory))
-    weight = target.model.embed_tokens.weight
-    return load_part(
+    weight, reduced = target.model.embed_tokens.weight, config.draft_vocab_size
+    model = load_part(
         lambda: make_block_model(config),
         directory,
-        shared=("embed_tokens.weight", "lm_head.weight"),
+        shared=("embed_tokens.weight", *NAMES, *(("lm_head.weight",) if reduced is None else ())),
         device=weight.device,
         dtype=dtype or weight.dtype,
     )
+    if reduced is not None:
+        model.d2t = read_offsets(Path(directory), reduced, config.vocab_size).to(weight.device)
+    return model
 
 
 def pair_problems(
@@ -177,5 +208,10 @@ def make_block_model(config: BlockConfig) -> BlockDraftModel:
 
 
 def save_block_model(model: BlockDraftModel, directory: str | Path) -> None:
-    """Write config.json and model.safetensors; embedding and head stay with the target."""
-    save_part(model, directory, model.config.to_hf())
+    """Write config.json and model.safetensors; embedding and head stay with the target, but for
+    the head and the maps (d2t, t2d) of a reduced vocabulary."""
+    config = model.config
+    if config.draft_vocab_size is None:
+        save_part(model, directory, config.to_hf())
+    else:
+        save_mapped(model, model.d2t, config.vocab_size, directory, config.to_hf())

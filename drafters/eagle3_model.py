@@ -15,17 +15,15 @@ the layer is `midlayer` or, in those of speculators, `layers.0`.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafters.eagle3_config import Eagle3Config, check_eagle3
-from drafters.vocab_map import NAMES, read_offsets
+from drafters.vocab_map import NAMES, read_offsets, save_mapped
 from specmla import (
     ArgumentError,
     CheckpointError,
@@ -180,16 +178,8 @@ def make_eagle3(config: Eagle3Config, listed: bool = False) -> Eagle3Model:
 
 def save_eagle3(model: Eagle3Model, directory: str | Path) -> None:
     """Write config.json and model.safetensors, d2t and t2d included."""
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    known = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-    known[model.target_ids.cpu()] = True
-    maps = {"d2t": model.d2t.cpu(), "t2d": known}
-    save_file(state | maps, folder / "model.safetensors", metadata={"format": "pt"})
-    dtype = str(model.fc.weight.dtype).removeprefix("torch.")
-    text = json.dumps({**model.config.to_hf(), "dtype": dtype}, indent=2)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    config = model.config
+    save_mapped(model, model.d2t, config.vocab_size, directory, config.to_hf())
 
 
 def _is_listed(folder: Path) -> bool:

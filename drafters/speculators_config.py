@@ -24,8 +24,8 @@ def block_fields(source: Mapping[str, Any]) -> dict[str, Any]:
     """Give the fields of a block drafter's config.json.
 
     Raises:
-        ArgumentError: another kind of drafter, a reduced vocabulary, scaled logits, blocks in
-            windows; every reason is named.
+        ArgumentError: another kind of drafter, scaled logits, blocks in windows; every reason is
+            named.
     """
     kind, found = source["speculators_model_type"], []
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -38,11 +38,6 @@ def block_fields(source: Mapping[str, Any]) -> dict[str, Any]:
     ids = source.get("aux_hidden_state_layer_ids") or []
     if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         found.append(f"aux_hidden_state_layer_ids is {ids!r}, accepted is a list of integers")
-    vocab = layers.get("vocab_size", source.get("vocab_size"))
-    if source.get("draft_vocab_size") not in (None, vocab):
-        found.append(
-            f"draft_vocab_size is {source['draft_vocab_size']}, accepted is vocab_size, {vocab}"
-        )
     if source.get("logit_scale") not in (None, 1.0):
         found.append(f"logit_scale is {source['logit_scale']}, accepted is 1")
     if source.get("sliding_window_non_causal"):

@@ -6,11 +6,14 @@ Files hold `d2t` [draft_vocab_size], what is added to a draft id to give the tar
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from specmla import CheckpointError
 
@@ -32,6 +35,22 @@ def read_offsets(folder: Path, draft_vocab_size: int, vocab_size: int) -> Tensor
     if "d2t" in maps:
         return maps["d2t"].long()
     return maps["t2d"].nonzero()[:, 0] - place if "t2d" in maps else torch.zeros_like(place)
+
+
+def save_mapped(
+    module: nn.Module, offsets: Tensor, vocab_size: int, directory: str | Path, config: Any
+) -> None:
+    """Write config.json and model.safetensors, d2t and t2d included."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()}
+    dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in state.values()})
+    known, d2t = torch.zeros(vocab_size, dtype=torch.bool), offsets.cpu()
+    known[torch.arange(len(d2t)) + d2t] = True
+    maps = {"d2t": d2t, "t2d": known}
+    save_file(state | maps, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.dumps({**config, "dtype": dtypes[0]}, indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _read_maps(folder: Path) -> dict[str, Tensor]:

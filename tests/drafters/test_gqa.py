@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from drafters import (
     BlockDraftModel,
@@ -34,7 +34,9 @@ def target():
     return tiny_target()
 
 
-def tiny_gqa(target, kind: str, qk_norm: bool = True) -> GQABlockModel:
+def tiny_gqa(
+    target, kind: str, qk_norm: bool = True, draft_vocab: int | None = None
+) -> GQABlockModel:
     """Six query heads over two key heads, wider together than the hidden states."""
     dims = GQAConfig(target.config.attention.hidden_size, 6, 2, 8, qk_norm=qk_norm)
     config = BlockConfig(
@@ -49,9 +51,13 @@ def tiny_gqa(target, kind: str, qk_norm: bool = True) -> GQABlockModel:
         markov_rank=6 if kind == "dspark" else 0,
         confidence_head=kind == "dspark",
         architecture="DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel",
+        draft_vocab_size=draft_vocab,
     )
     model = GQABlockModel(config)
     randomise(model, 9)
+    if draft_vocab is not None:
+        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:draft_vocab].sort()
+        model.d2t.copy_(ids.values - torch.arange(draft_vocab))
     return model.eval()
 
 
@@ -91,17 +97,28 @@ def gqa_logits(target, draft, tokens: list[int], drafts: list[int], first: int =
         x = x + inner.o_proj(torch.cat(heads, dim=-1))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     j = len(drafts)
-    logits = target.logits(draft.norm(x)[j if config.sample_from_anchor else j + 1])
+    row = draft.norm(x)[j if config.sample_from_anchor else j + 1]
+    logits, bias = target.logits(row), torch.zeros(())
     if draft.has_markov:
         previous = torch.tensor(drafts[-1] if drafts else tokens[-1])
-        logits = logits + draft.markov_logits(draft.markov_state(previous))
+        heads = draft.markov_head
+        bias = heads.markov_w2.weight @ heads.markov_w1(previous)
+    if config.draft_vocab_size is None:
+        logits = logits + bias
+    else:
+        logits = torch.full((VOCAB,), -torch.inf)
+        for j, offset in enumerate(draft.d2t.tolist()):  # the head's id j is the target's j + d2t
+            at = bias if bias.dim() == 0 else bias[j]
+            logits[j + offset] = draft.lm_head.weight[j] @ row + at
     logits[config.mask_token_id] = -torch.inf
     return logits
 
 
-def checked_drafter(target, kind: str, page_size: int, qk_norm: bool = True):
+def checked_drafter(
+    target, kind: str, page_size: int, qk_norm: bool = True, draft_vocab: int | None = None
+):
     """A drafter over poisoned pages, all of whose proposals are recomputed."""
-    draft = tiny_gqa(target, kind, qk_norm)
+    draft = tiny_gqa(target, kind, qk_norm, draft_vocab)
     drafter = MADE[kind](target, draft, num_pages=300, page_size=page_size)
     for layer in range(2):
         drafter.cache.rows.layer(layer).fill_(float("nan"))
@@ -332,7 +349,8 @@ def test_configs_of_speculators(target, tmp_path, kind):
     ("changes", "reason"),
     [
         ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle'"),
-        ({"draft_vocab_size": 30}, "draft_vocab_size is 30, accepted is vocab_size, 61"),
+        ({"draft_vocab_size": 99}, r"draft_vocab_size is 99, accepted are 1 \.\. vocab_size, 61"),
+        ({"draft_vocab_size": 30}, "missing: lm_head.weight"),
         ({"logit_scale": -2.0}, "logit_scale is -2.0"),
         ({"sliding_window_non_causal": True}, "sliding_window_non_causal is True"),
         ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is missing"),
@@ -345,3 +363,51 @@ def test_what_of_speculators_is_not_served_is_refused_by_name(target, tmp_path, 
         load_block_model(tmp_path, target)
     with pytest.raises(CheckpointError, match=reason):
         drafter_from(tmp_path, target, num_requests=2, longest=40)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_blocks_of_a_reduced_vocabulary(target, tmp_path, kind):
+    """A head of its own, d2t and t2d: as released by speculators, drawn from what it knows."""
+    for temperature in (0.0, 0.8):
+        drafter, checked, _ = checked_drafter(target, kind, 4, draft_vocab=40)
+        batch = prompts(4, temperature=temperature)
+        run(target, batch, drafter, 3, make_step(target, 4, num_pages=400))
+        assert checked[temperature > 0] > 60
+    model = drafter.draft
+    save_block_model(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == (torch.arange(40) + model.d2t).tolist()
+    assert tensors["lm_head.weight"].shape[0] == 40
+    as_speculators(tmp_path, draft_vocab_size=40)
+    again = load_block_model(tmp_path, target)
+    assert again.config == model.config
+    assert torch.equal(again.d2t, model.d2t)
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    check_drafter(
+        lambda step: MADE[kind](target, again, num_pages=1400, page_size=8),
+        target,
+        num_drafts=3,
+        num_samples=300,
+    ).raise_if_failed()
+    save_file(tensors | {"d2t": tensors["d2t"] * 0}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="t2d names other ids than d2t gives"):
+        load_block_model(tmp_path, target)
+
+
+def test_trees_of_a_reduced_vocabulary_hold_known_ids_only(target):
+    draft = tiny_gqa(target, "dflash", draft_vocab=20)
+    drafter = DDTreeDrafter(GQADFlashDrafter(target, draft, num_pages=300, page_size=4))
+    seen, real = set(), drafter.propose
+
+    def propose(requests):
+        given = real(requests)
+        seen.update(given.tokens[given.tokens >= 0].tolist())
+        return given
+
+    drafter.propose = propose
+    plain, _ = run(target, prompts(4))
+    tokens, _ = run(target, prompts(4), drafter, 6, make_step(target, 4, num_pages=400))
+    assert tokens == plain
+    assert len(seen) > 4
+    assert seen <= set((torch.arange(20) + draft.d2t).tolist())
