@@ -6,24 +6,17 @@ tests/gpu/test_graphs_drafters_gpu.py.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import specmla
 from drafters import DraftModelDrafter
 from drafters.model_rounds import ModelRounds
 from specmla import ArgumentError, Bucket, SamplingParams, generate
-from specmla.verify import captured, captured_overlap, draft_graphs
 from specmla.verify.draft_graphs import DraftGraphs
+from tests.drafters import guards
+from tests.drafters.guards import guarded as guarded
 from tests.drafters.test_draft_model import Checked, tiny
 from tests.e2e.conftest import make_step, prompts
-
-PACKAGE = Path(specmla.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -188,69 +181,6 @@ def test_a_capture_needs_something_to_capture(target):
         drafter.capture([Bucket(4, 1)], [])
 
 
-CPU_ONLY = (
-    "cache/latent.py",
-    "cache/rows.py",
-    "backends/gather.py",
-    "verify/sampling.py",
-    "verify/rules/residual.py",
-)
-"""Where the CPU's own code looks at values, and that for a GPU does not."""
-READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
-
-
-def caller() -> str:
-    frame = sys._getframe()
-    while not Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
-        frame = frame.f_back
-    return str(Path(frame.f_code.co_filename).relative_to(PACKAGE))
-
-
-class NoReads(TorchFunctionMode):
-    """Refuses methods that bring a tensor's values to the host."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in READS and func in map(READERS.get, READS):
-            assert caller() in CPU_ONLY, f"{func.__name__} in {caller()}"
-        return func(*args, **(kwargs or {}))
-
-
-READERS = {name: getattr(torch.Tensor, name) for name in READS}
-
-
-class NoScalars(TorchDispatchMode):
-    """Refuses operators whose result depends on values that the host must know."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket._qualified_op_name
-        if name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::item"):
-            assert caller() in CPU_ONLY, f"{name} in {caller()}"
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def guarded(monkeypatch):
-    """Let every captured call run under both guards; gives the list of calls."""
-    return guard_records(monkeypatch)
-
-
-def guard_records(monkeypatch) -> list:
-    """Do so in drafts, steps and overlapped steps."""
-    calls = []
-
-    def guard(call, device, pool=None):
-        def run():
-            calls.append(call)
-            with NoScalars(), NoReads():
-                return call()
-
-        return run
-
-    for module in (draft_graphs, captured, captured_overlap):
-        monkeypatch.setattr(module, "record", guard)
-    return calls
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_replay_reads_nothing_back(target, temperature, guarded):
     loop(target, prompts(4, temperature=temperature), made(tiny(1, 16, 2)), graphs=True)
@@ -273,6 +203,6 @@ def test_the_guards_see_what_reads_back(target, read, guarded, monkeypatch):
         return real(self, out)
 
     monkeypatch.setattr(ModelRounds, "logits", logits)
-    monkeypatch.setattr("tests.drafters.test_captured_drafts.PACKAGE", PACKAGE.parent)
-    with pytest.raises(AssertionError, match="test_captured_drafts"):
+    monkeypatch.setattr(guards, "ROOT", guards.PACKAGE.parent)
+    with pytest.raises(AssertionError, match="in tests/drafters/test_captured_drafts"):
         loop(target, prompts(2), made(tiny(1, 16, 2)), graphs=True)

@@ -10,8 +10,8 @@ import torch
 from specmla import Bucket, SamplingParams
 from specmla.verify.draft_graphs import DraftGraphs
 from tests.drafters import test_eagle3, test_neural
+from tests.drafters.guards import guarded as guarded
 from tests.drafters.networks import tiny_target
-from tests.drafters.test_captured_drafts import guarded as guarded
 from tests.drafters.test_captured_drafts import loop
 from tests.e2e.conftest import make_step, prompts, run
 

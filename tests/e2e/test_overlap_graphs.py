@@ -15,7 +15,7 @@ import torch
 from drafters import NgramDrafter, SuffixDrafter
 from specmla import ArgumentError, CapturedOverlap, OverlappedStep, SamplingParams, generate
 from specmla.bucket import Bucket
-from tests.drafters.test_captured_drafts import guard_records
+from tests.drafters.guards import guard_records
 from tests.e2e.conftest import VOCAB, make_step, prompts, run
 from tests.e2e.conftest import model as model
 from tests.e2e.test_overlap_histories import COUNT, Arrival, History, K, alone, forward, make_case

@@ -15,7 +15,7 @@ from specmla.verify.captured_buckets import doubling_buckets
 from specmla.verify.captured_trees import padded_tables, padded_trees
 from specmla.verify.tree import keep_nodes, tree_shape
 from specmla.verify.tree_rules import multi_round
-from tests.drafters.test_captured_drafts import guard_records
+from tests.drafters.guards import guard_records
 from tests.drafters.test_draft_model import tiny
 from tests.e2e.conftest import VOCAB, make_step, prompts
 from tests.e2e.conftest import model as model
