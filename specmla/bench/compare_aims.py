@@ -38,12 +38,17 @@ def _tokens(rows: Sequence[Mapping[str, Any]], temperature: float, aim: float) -
 
 
 def _gains(gains: Sequence[Mapping[str, Any]], what: str, label: str) -> str:
-    values = [gain["gain"] for gain in gains if gain["what"] == what]
-    if not values:
+    known = [gain for gain in gains if gain["what"] == what]
+    if not known:
         return ""
+    values = [gain["gain"] for gain in known]
+    least = min(known, key=lambda gain: float(gain["gain"]))
     mean = statistics.fmean(values)
     verdict = "reached" if mean >= 0 else "not reached"
-    return f"{label}, mean of {len(values)} cases: {verdict} ({mean:+.3f})"
+    return (
+        f"{label}, mean of {len(values)} cases: {verdict} ({mean:+.3f}; least "
+        f"{least['gain']:+.3f}, {least['drafter']}, {least['rule']}, T = {least['temperature']:g})"
+    )
 
 
 def _speed(rows: Sequence[Mapping[str, Any]], temperature: float) -> str:

@@ -20,7 +20,7 @@ def compare_figures(found: Mapping[str, Any]) -> list[str]:
     )
     intro = (
         f"**Drafters and rules**, {env['date'][:10]}, torch {env['versions']['torch']}, "
-        f"{run['dtype']} on one thread of a CPU ({env['cpu']['name']}): the shipped pair on "
+        f"{run['dtype']} on one thread of a CPU ({env['cpu']['name']}): the shipped target on "
         f"{prompts['count']} excerpts of {prompts['source']} (Python {prompts['python']}), never "
         f"trained on, {run['max_tokens']} new tokens each, {run['batch']} at once, "
         f"{_turns(run['repeats'])}. Chains of K = {run['num_drafts']}; trees of up to "

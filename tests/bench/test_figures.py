@@ -67,6 +67,10 @@ def row(drafter, rule, temperature, tokens, speedup):
     }
 
 
+def gain(what, drafter, value):
+    return {"what": what, "drafter": drafter, "rule": "block", "temperature": 1.0, "gain": value}
+
+
 def test_aims_of_a_comparison():
     rows = [
         row("ngram", "greedy", 0.0, 9.0, 1.4),
@@ -76,15 +80,15 @@ def test_aims_of_a_comparison():
         row("dspark", "block", 1.0, 2.29, 1.2),
     ]
     gains = [
-        {"what": "block over token_level", "gain": 0.2},
-        {"what": "block over token_level", "gain": -0.1},
-        {"what": "tree over chain", "gain": -0.01},
+        gain("block over token_level", "dspark", 0.2),
+        gain("block over token_level", "dflash", -0.1),
+        gain("tree over chain", "dflash-tree", -0.01),
     ]
     text = compare_aims({"rows": rows, "gains": gains})
     assert "3.2 tokens a step of DFlash or DSpark at T = 0: reached (dspark, greedy 3.20)" in text
     assert "at T = 1: not reached (dspark, block 2.29)" in text
-    assert "token-level, mean of 2 cases: reached (+0.050)" in text
-    assert "same depth, mean of 1 cases: not reached (-0.010)" in text
+    assert "token-level, mean of 2 cases: reached (+0.050; least -0.100, dflash, block" in text
+    assert "same depth, mean of 1 cases: not reached (-0.010;" in text
     assert "1.5 times plain decoding at T = 0: dspark (greedy)" in text
     assert text.endswith("1.5 times plain decoding at T = 1: none.")
     assert "tree" not in compare_aims({"rows": rows, "gains": []})
