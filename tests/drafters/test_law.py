@@ -11,7 +11,7 @@ from tests.e2e.conftest import make_step
 from tests.exact_triples import exact_triples, p_value
 
 PROMPT, TEMPERATURE = [3, 1, 4, 1, 5], 0.45
-TOTAL, BATCH = 3000, 500
+TOTAL, BATCH = 2000, 500
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def target():
 @pytest.fixture(scope="module")
 def expected(target):
     found = exact_triples(target, PROMPT, TEMPERATURE, TOTAL)
-    assert len(found) > 40
+    assert len(found) > 25
     return found
 
 
@@ -64,7 +64,7 @@ def test_three_tokens_follow_the_target(target, expected, kind, rule):
 
 
 class Raw:
-    """Reports another distribution than it drew from: sharper, so that it seems surer."""
+    """Reports another distribution than it drew from: a flatter one."""
 
     def __init__(self, drafter) -> None:
         self.drafter, self.vocab_size = drafter, drafter.vocab_size
@@ -75,7 +75,7 @@ class Raw:
         given = self.drafter.propose(requests)
         if given.probs is None:
             return given
-        raw = given.probs**0.4
+        raw = given.probs**0.2
         probs = raw / raw.sum(-1, keepdim=True).clamp(min=1e-30)
         return type(given)(given.request_ids, given.counts, given.tokens, probs)
 
