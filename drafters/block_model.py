@@ -181,6 +181,8 @@ def load_block_model(
         shared=("embed_tokens.weight", *NAMES, *(("lm_head.weight",) if reduced is None else ())),
         device=weight.device,
         dtype=dtype or weight.dtype,
+        least=config.num_layers,
+        rotated=config.attention.qk_rope_head_dim,
     )
     if reduced is not None:
         model.d2t = read_offsets(Path(directory), reduced, config.vocab_size).to(weight.device)

@@ -163,6 +163,7 @@ def load_eagle3(
         shared=(*NAMES, "embed_tokens.weight"),
         device=weight.device,
         dtype=dtype or weight.dtype,
+        rotated=config.attention.qk_rope_head_dim,
     )
     offsets = read_offsets(folder, config.draft_vocab_size, config.vocab_size)
     model.d2t = offsets.to(weight.device)

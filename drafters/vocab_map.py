@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -54,11 +54,21 @@ def save_mapped(
 
 
 def _read_maps(folder: Path) -> dict[str, Tensor]:
+    """Read both maps, as far as they are there; from a file of their own, too.
+
+    Raises:
+        CheckpointError: a file that can't be read.
+    """
     maps: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in set(NAMES) & set(file.keys()):
-                maps[name] = file.get_tensor(name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in set(NAMES) & set(file.keys()):
+                    maps[name] = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is truncated or corrupt: {error}") from error
+    if "t2d" in maps:
+        maps["t2d"] = maps["t2d"].to(torch.float32) != 0  # whatever 0 and 1 are written in
     return maps
 
 
@@ -81,11 +91,11 @@ def _problems(maps: dict[str, Tensor], count: int, size: int) -> list[str]:
                 f"integers that give different ids below {size}"
             )
     if (known := maps.get("t2d")) is not None:
-        named = int((known != 0).sum())
+        named = int(known.sum())
         if known.shape != (size,) or named != count:
             found.append(
                 f"t2d names {named} of {known.numel()} ids, accepted are {count} of {size}"
             )
-        elif ids is not None and not bool((known[ids] != 0).all()):
+        elif ids is not None and not bool(known[ids].all()):
             found.append("t2d names other ids than d2t gives")
     return found

@@ -109,7 +109,7 @@ def rotary_frequencies(dim: int, theta: float, scaling: YarnScaling | None) -> T
     ramp = ((torch.arange(dim // 2, dtype=torch.float64, device="cpu") - low) / (high - low)).clamp(
         0, 1
     )
-    return plain * (1 - ramp) + plain / scaling.factor * ramp
+    return plain * (1 - ramp) + plain / float(scaling.factor) * ramp
 
 
 def _turning_dim(turns: float, dim: int, theta: float, context: int) -> float:

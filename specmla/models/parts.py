@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specmla.errors import ArgumentError, CheckpointError
+from specmla.models.empty import build_empty
 from specmla.models.match import is_buffer, match_tensors
 from specmla.models.scales import quantization_problems
 from specmla.models.shards import CONFIG, WEIGHTS, read_headers, read_json
@@ -28,6 +29,8 @@ def load_part(
     shared: Collection[str] = (),
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
+    least: int = 0,
+    rotated: int = 0,
 ) -> M:
     """Build a module and fill it with the tensors of a checkpoint whose names begin with `prefix`.
 
@@ -41,10 +44,12 @@ def load_part(
         shared: names (after the prefix) that may be in the files and are left there.
         device: where the module is put.
         dtype: of its weights; a router's keep float32 or wider.
+        least, rotated: tensors that it has at least, and rotated values of a head; if the files
+            can't hold them it is not built.
 
     Raises:
         CheckpointError: files are missing or damaged, tensors missing, unexpected or of another
-            shape; all are named.
+            shape, all of which are named; or sizes that no file or tensor has.
         ArgumentError: `dtype` is not a floating type.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -54,8 +59,7 @@ def load_part(
     if reasons:
         raise CheckpointError(f"{folder / CONFIG}: " + "; ".join(reasons))
     headers = read_headers(folder)
-    with torch.device("meta"):
-        module = make()
+    module = build_empty(folder, headers, make, least, rotated)
     root = _nested(module, prefix)
     wanted, others = root.state_dict(), {prefix + name for name in shared}
     match = match_tensors(

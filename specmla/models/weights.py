@@ -19,6 +19,7 @@ from torch import Tensor
 from specmla.errors import ArgumentError, CheckpointError, require
 from specmla.models.config import DeepseekConfig
 from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.models.empty import build_empty
 from specmla.models.kept_codes import Kept, kept_codes, require_codes
 from specmla.models.kept_codes import keep_codes as put_codes
 from specmla.models.match import Match, left_out, match_tensors
@@ -187,31 +188,9 @@ def _fill(target: Tensor, stored: Tensor, scale: Tensor | None) -> None:
         dequantise_into(target, stored, scale)
 
 
-def _build_empty(
-    folder: Path,
-    config: DeepseekConfig,
-    headers: Headers,
-) -> DeepseekForCausalLM:
-    """Build the model without memory, unless the files can't hold its layers and experts: a count
-    of 10**9 would be built one by one."""
-    tensors = [shape for header in headers.values() for shape, _ in header.values()]
+def _build_empty(folder: Path, config: DeepseekConfig, headers: Headers) -> DeepseekForCausalLM:
     least, moe = config.num_layers, config.moe
-    if moe is not None and least <= len(tensors):
+    if moe is not None and least <= sum(map(len, headers.values())):
         least += moe.n_routed_experts * sum(map(moe.is_moe_layer, range(config.num_layers)))
-    rope, widest = (
-        config.attention.qk_rope_head_dim,
-        max(map(max, filter(None, tensors)), default=0),
-    )
-    if least > len(tensors) or rope > widest:
-        raise CheckpointError(
-            f"{folder}: {CONFIG} asks for {least} tensors or more and {rope} rotated values, the "
-            f"files hold {len(tensors)}, none wider than {widest}"
-        )
-    try:
-        with torch.device("meta"):
-            return DeepseekForCausalLM(config)
-    except (RuntimeError, TypeError, OverflowError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{folder}: {CONFIG} has sizes no tensor can have: {reason}"
-        ) from error
+    rotated = config.attention.qk_rope_head_dim
+    return build_empty(folder, headers, lambda: DeepseekForCausalLM(config), least, rotated)
