@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specmla.config import integer_problems
+from specmla.config import MAX_SIZE, integer_problems
 from specmla.errors import require
 
 
@@ -21,7 +21,7 @@ class Bucket:
         trees: drafts may be trees; chains are served too, slower than without.
 
     Raises:
-        ArgumentError: a size that is no integer or below 1.
+        ArgumentError: a size that is no integer or below 1, or 2**31 rows and more.
     """
 
     num_requests: int
@@ -31,7 +31,13 @@ class Bucket:
 
     def __post_init__(self) -> None:
         """Check the sizes."""
-        require(integer_problems(self, 1, "num_requests", "query_len"), "Bucket")
+        found = integer_problems(self, 1, "num_requests", "query_len")
+        if not found and self.num_rows > MAX_SIZE:  # where requests begin is int32
+            found.append(
+                f"num_requests * query_len is {self.num_requests} * {self.query_len}, accepted is "
+                "below 2**31"
+            )
+        require(found, "Bucket")
 
     @property
     def num_rows(self) -> int:

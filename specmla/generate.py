@@ -15,16 +15,17 @@ from specmla.budget.fixed import FixedBudget
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
 from specmla.decode import Prompt, decode_loop
-from specmla.errors import UnsupportedError
+from specmla.errors import UnsupportedError, require
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.moe import DeepseekMoE
 from specmla.models.states import StateCollector
 from specmla.verify.accept import Rule
 from specmla.verify.captured import CapturedStep, Forward
-from specmla.verify.captured_buckets import doubling_buckets
+from specmla.verify.captured_buckets import capture_problems, doubling_buckets
 from specmla.verify.overlap_loop import overlapped_loop
 from specmla.verify.plan import StepPlan
 from specmla.verify.proposal import CapturableDrafter, Drafter, RequestResult
+from specmla.verify.sampling import SamplingParams
 from specmla.verify.step import VerifyStep
 from specmla.verify.wiring import make_builder
 from specmla.workspace import PrefillWorkspace, workspace_rows
@@ -173,8 +174,12 @@ def _buckets(
     """Give the buckets of a run; none where nothing is to be captured.
 
     Raises:
+        ArgumentError: what are no buckets, or no parameters.
         UnsupportedError: experts on a GPU that read back which of them were hit.
     """
+    sampling = [params for _, params in prompts.values()] or [SamplingParams()]
+    buckets = [] if isinstance(graphs, bool) else graphs
+    require(capture_problems(buckets, sampling, "graphs"), "generate")
     if not graphs or not prompts:
         return []
     loops = any(isinstance(m, DeepseekMoE) and m.grouped is None for m in model.modules())
@@ -184,7 +189,7 @@ def _buckets(
     if graphs is not True:
         return list(graphs)
     budget = num_drafts if isinstance(num_drafts, Budget) else FixedBudget(num_drafts)
-    most = budget.max_drafts if drafter else 0
+    most = min(budget.max_drafts, step.max_seq_len - 1) if drafter else 0
     trees = getattr(drafter, "drafts_trees", False)
     return doubling_buckets(len(prompts), 1 + most, trees=trees)
 

@@ -24,6 +24,7 @@ from specmla.bucket import Bucket
 from specmla.errors import ArgumentError, require
 from specmla.metadata import RequestRows
 from specmla.verify.accept import Acceptance, find_rule
+from specmla.verify.captured_buckets import capture_problems
 from specmla.verify.captured_graph import record
 from specmla.verify.captured_mode import Mode, find_mode, modes_of
 from specmla.verify.captured_plan import CapturedPlan
@@ -63,7 +64,8 @@ class CapturedStep:
         states: [T, F] of the last step, if `forward` gives them; overwritten by the next.
 
     Raises:
-        ArgumentError: no bucket, ragged ones on a UNIFORM backend, logits of another shape.
+        ArgumentError: no bucket, ragged ones on a UNIFORM backend, arguments of other types, logits
+            of another shape.
         RuntimeError: a forward that can't be captured.
     """
 
@@ -77,11 +79,14 @@ class CapturedStep:
         draft_probs: bool | None = False,
         eager: bool = False,
     ) -> None:
+        require(capture_problems(buckets, sampling), "CapturedStep")
         found = []
         if not buckets and not eager:
             found.append("buckets is empty, accepted is one or more, or eager=True")
         if not sampling:
             found.append("sampling is empty, accepted is one or more")
+        if draft_probs not in (True, False, None):
+            found.append(f"draft_probs is {draft_probs!r}, accepted are True, False and None")
         require(found, "CapturedStep")
         self.step, self.forward, self.eager = step, forward, eager
         self.states: Tensor | None = None

@@ -1,8 +1,20 @@
-"""Which buckets serve batches that shrink as their requests finish."""
+"""Which buckets serve batches that shrink as their requests finish; what can't be captured."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specmla.bucket import Bucket
+from specmla.verify.sampling import SamplingParams
+
+
+def capture_problems(buckets: object, sampling: object, name: str = "buckets") -> list[str]:
+    """List what of buckets (the argument `name`) and sampling parameters is none."""
+    found = []
+    for argument, given, kind in ((name, buckets, Bucket), ("sampling", sampling, SamplingParams)):
+        if not isinstance(given, Sequence) or not all(isinstance(part, kind) for part in given):
+            found.append(f"{argument} is {given!r}, accepted is a sequence of {kind.__name__}")
+    return found
 
 
 def doubling_buckets(

@@ -25,6 +25,7 @@ from specmla.errors import ArgumentError, require
 from specmla.metadata import RequestRows
 from specmla.verify.accept import find_rule
 from specmla.verify.captured import Forward, Recorded, give_parts
+from specmla.verify.captured_buckets import capture_problems
 from specmla.verify.captured_graph import record
 from specmla.verify.captured_late import CapturedLatePlan
 from specmla.verify.captured_mode import Mode, find_mode, modes_of
@@ -70,6 +71,7 @@ class CapturedOverlap:
         sampling: Sequence[SamplingParams] = (SamplingParams(),),
         eager: bool = False,
     ) -> None:
+        require(capture_problems(buckets, sampling), "CapturedOverlap")
         found = []
         if not buckets and not eager:
             found.append("buckets is empty, accepted is one or more, or eager=True")

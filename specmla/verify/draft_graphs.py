@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specmla.bucket import Bucket
 from specmla.errors import require
+from specmla.verify.captured_buckets import capture_problems
 from specmla.verify.captured_graph import record
 from specmla.verify.captured_mode import Flags, flags_of
 from specmla.verify.captured_sampling import HeldSampling
@@ -78,6 +79,7 @@ class DraftGraphs(Generic[I]):
         inputs: Callable[[int, int], I],
         draw: Callable[[I, CapturedSheet], Any],
     ) -> None:
+        require(capture_problems(buckets, sampling), type(self).__name__)
         sizes = _sizes(buckets)
         found = [] if sizes else ["buckets has none of two rows or more, for chains"]
         found += [] if sampling else ["sampling is empty, accepted is one or more"]
