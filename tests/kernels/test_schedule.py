@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 import triton
 
+from specmla.kernels.hopper.plan import lanes_for
 from specmla.kernels.schedule import schedule_kernel
 
 FIXED = 3
@@ -62,7 +63,7 @@ def make_plan(
         MERGE_COST=5,
         RUN=run,
         G=page_size,
-        BLOCK_B=triton.next_power_of_2(len(query_lens)),
+        BLOCK_B=lanes_for(len(query_lens)),
         BLOCK_P=triton.next_power_of_2(programs),
     )
     program, entry, merge = (r.tolist() for r in records)
@@ -208,3 +209,15 @@ def test_equal_jobs_that_nearly_fit_are_not_cut(count: int, keys: int) -> None:
     plan = make_plan([query_len] * count, [keys] * count, 128, 132)
     check(plan)
     assert plan.merges == []
+
+
+def test_few_forms_serve_all_batch_sizes() -> None:
+    assert [lanes_for(n) for n in (1, 32, 33, 128, 129, 512, 513)] == [
+        32,
+        32,
+        128,
+        128,
+        512,
+        512,
+        2048,
+    ]

@@ -84,11 +84,22 @@ def make_plan(part: VerifyPart, num_heads: int, run: int) -> HopperPlan:
             MERGE_COST=MERGE_COST,
             RUN=run,
             G=part.page_size,
-            BLOCK_B=next_power_of_2(part.num_requests),
+            BLOCK_B=lanes_for(part.num_requests),
             BLOCK_P=next_power_of_2(programs),
             num_warps=4,
         )
     return plan
+
+
+def lanes_for(num_requests: int) -> int:
+    """Give the lanes for so many requests: 32, 128, 512 and so on.
+
+    A form of the plan's kernel takes seconds to compile; steps of four make few of them.
+    """
+    lanes = 32
+    while lanes < num_requests:
+        lanes *= 4
+    return lanes
 
 
 def _reserve(shape: PlanShape, device: torch.device) -> HopperPlan:
