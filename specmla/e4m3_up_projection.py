@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from specmla.config import MLAConfig
 from specmla.errors import UnsupportedError, require
 from specmla.quant_output import QuantOutput
-from specmla.row_local import multiply_codes, multiply_codes_by_head
+from specmla.row_local import DTYPES, multiply_codes, multiply_codes_by_head
 from specmla.up_projection import UpProjection
 from specmla.weight_scales import BLOCK, CODES, row_scales, scale_shapes, value_problems
 
@@ -30,6 +30,9 @@ class E4M3UpProjection(UpProjection):
         dtype: of the model.
         device: of the codes; torch's default if None.
 
+    Raises:
+        ArgumentError: a dtype that the kernel has not.
+
     Attributes:
         weight: [H * (P + V), C] uint8, the codes' bits: a cast of the model leaves them alone.
         scale: [H * (P + V), ceil(C / 128)] float32, whatever the granularity of the checkpoint.
@@ -41,6 +44,10 @@ class E4M3UpProjection(UpProjection):
     def __init__(
         self, config: MLAConfig, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
+        accepted = f"accepted are {[str(d) for d in DTYPES]}"
+        require(
+            [f"dtype is {dtype!r}, {accepted}"] if dtype not in DTYPES else [], "E4M3UpProjection"
+        )
         nn.Module.__init__(self)
         self.config = config
         self.in_features = config.kv_lora_rank
@@ -60,7 +67,8 @@ class E4M3UpProjection(UpProjection):
         cls, config: MLAConfig, codes: Tensor, scale: Tensor, dtype: torch.dtype
     ) -> E4M3UpProjection:
         """Copy codes and scale to a new module on their device, see `load`."""
-        made = cls(config, dtype, codes.device)
+        device = codes.device if isinstance(codes, Tensor) else None  # which load refuses
+        made = cls(config, dtype, device)
         made.load(codes, scale)
         return made
 
@@ -77,14 +85,13 @@ class E4M3UpProjection(UpProjection):
             ArgumentError: other shapes or dtypes, or such values; nothing was written.
         """
         shape, found = tuple(self.weight.shape), []
-        if codes.dtype != CODES or tuple(codes.shape) != shape:
-            found.append(
-                f"codes are {codes.dtype} {list(codes.shape)}, accepted are {CODES} {list(shape)}"
-            )
+        if _kind(codes) != (CODES, shape):
+            found.append(f"codes are {_told(codes)}, accepted are {CODES} {list(shape)}")
         accepted = scale_shapes(shape)
-        if tuple(scale.shape) not in accepted or not scale.is_floating_point():
+        dtype, given = _kind(scale)
+        if given not in accepted or dtype is None or not dtype.is_floating_point:
             found.append(
-                f"scale is {scale.dtype} {list(scale.shape)}, accepted are floating ones of "
+                f"scale is {_told(scale)}, accepted are floating ones of "
                 f"{', '.join(str(list(s)) for s in accepted)}"
             )
         require(found or value_problems("scale", scale), "E4M3UpProjection.load")
@@ -141,3 +148,11 @@ class E4M3UpProjection(UpProjection):
         applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.scale = fn(scale.view(torch.int32)).view(torch.float32)
         return applied
+
+
+def _kind(given: object) -> tuple[torch.dtype | None, tuple[int, ...] | None]:
+    return (given.dtype, tuple(given.shape)) if isinstance(given, Tensor) else (None, None)
+
+
+def _told(given: object) -> str:
+    return f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else repr(given)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specmla.errors import require
+from specmla.weight_scales import BLOCK
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of the kernels."""
@@ -43,21 +44,29 @@ class RMSNorm(nn.RMSNorm):
         """Norm `[..., D]` over the last dimension."""
         if not self.batch_invariant:
             return super().forward(rows)
-        require(_problems(rows, self.weight), "RMSNorm")
+        width = rows.shape[-1]
+        found = _problems(rows, self.weight)
+        if self.normalized_shape != (width,):
+            found.append(f"rows are [..., {width}], normed are {list(self.normalized_shape)}")
+        require(found, "RMSNorm")
         from specmla.kernels.norm import norm_rows
 
-        width = rows.shape[-1]
         eps = torch.finfo(rows.dtype).eps if self.eps is None else self.eps
-        return norm_rows(rows.reshape(-1, width), self.weight, eps).view(rows.shape)
+        weight = None if self.weight is None else self.weight.contiguous()
+        return norm_rows(rows.reshape(-1, width), weight, eps).view(rows.shape)
 
 
 def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply rows `[..., I]` by a weight `[O, I]`: each row's bits depend on that row alone.
 
     Raises:
-        ArgumentError: dtypes or a device that the kernel has not, or gradients asked for.
+        ArgumentError: shapes that don't fit, dtypes or a device that the kernel has not, or
+            gradients asked for.
     """
-    require(_problems(rows, weight), "multiply")
+    found = _problems(rows, weight) + _misfits(rows, weight.shape[1:])
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
+        found.append(f"bias is {list(bias.shape)}, accepted is {list(weight.shape[:1])} contiguous")
+    require(found, "multiply")
     from specmla.kernels.matmul import matmul_rows
 
     flat = rows.reshape(-1, 1, rows.shape[-1])
@@ -70,7 +79,8 @@ def multiply_heads(rows: Tensor, weight: Tensor) -> Tensor:
     Raises:
         ArgumentError: as `multiply`.
     """
-    require(_problems(rows, weight), "multiply_heads")
+    found = _problems(rows, weight) + _misfits(rows, weight.shape[:2], 3)
+    require(found, "multiply_heads")
     from specmla.kernels.matmul import matmul_rows
 
     return matmul_rows(rows, weight)
@@ -86,6 +96,7 @@ def multiply_codes(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     Raises:
         ArgumentError: as `multiply`.
     """
+    require(_misfits(rows, codes.shape[1:]), "multiply_codes")
     flat, weight = rows.reshape(-1, 1, rows.shape[-1]), codes.t().unsqueeze(0)
     made = multiply_codes_by_head(flat, weight, scale.unsqueeze(0), along_k=False)
     return made.view(*rows.shape[:-1], len(codes))
@@ -102,7 +113,15 @@ def multiply_codes_by_head(rows: Tensor, codes: Tensor, scale: Tensor, *, along_
     Raises:
         ArgumentError: as `multiply`.
     """
-    require(_problems(rows, None), "multiply_codes")
+    found = _problems(rows, None, codes) + _misfits(rows, codes.shape[:2], 3)
+    heads, inner, width = codes.shape
+    held = (heads, *((inner, width) if along_k else (width, inner)))
+    wanted = (*held[:2], -(-held[2] // BLOCK))
+    if tuple(scale.shape) != wanted or scale.dtype != torch.float32:
+        found.append(
+            f"scale is {scale.dtype} {list(scale.shape)}, accepted is torch.float32 {list(wanted)}"
+        )
+    require(found, "multiply_codes")
     from specmla.kernels.matmul import WeightScale, matmul_rows
 
     return matmul_rows(rows, codes, None, WeightScale(scale, along_k))
@@ -122,13 +141,26 @@ def kernel_problems(device: torch.device, dtype: torch.dtype) -> list[str]:
     return found
 
 
-def _problems(rows: Tensor, weight: Tensor | None) -> list[str]:
+def _problems(rows: Tensor, weight: Tensor | None, codes: Tensor | None = None) -> list[str]:
     found = []
     if weight is not None and rows.dtype != weight.dtype:
         found.append(f"rows are {rows.dtype}, the weight {weight.dtype}; must agree")
+    held = weight if codes is None else codes
+    if held is not None and rows.device != held.device:
+        found.append(f"rows are on {rows.device}, the weight on {held.device}; must agree")
     if rows.dtype not in DTYPES or rows.device.type != "cuda":
         found += kernel_problems(rows.device, rows.dtype)
     asked = rows.requires_grad or (weight is not None and weight.requires_grad)
     if asked and torch.is_grad_enabled():
         found.append("gradients are asked for, batch-invariant kernels have none")
     return found
+
+
+def _misfits(rows: Tensor, last: tuple[int, ...], dims: int | None = None) -> list[str]:
+    """List why rows don't end in these sizes, in so many dimensions: a kernel reads what it is told
+    to, past the weight's end too."""
+    if rows.shape[-len(last) :] == last and dims in (None, rows.dim()):
+        return []
+    return [
+        f"rows are {list(rows.shape)}, accepted with this weight are [..., {str(list(last))[1:]}"
+    ]

@@ -26,10 +26,12 @@ def scale_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def value_problems(name: str, scale: Tensor) -> list[str]:
-    """List the values of the scale `name` that no weight can have: NaN, infinite, zero, negative.
+    """List the values of the scale `name` that no weight can have: NaN, infinite, zero, negative,
+    as float32 holds them.
 
     Waits for the device.
     """
+    scale = scale.to(torch.float32)
     wrong = (
         ("NaN", scale.isnan()),
         ("infinite", scale.isinf()),

@@ -66,8 +66,8 @@ def load_checkpoint(
             NaN or infinite (all of them are named).
         ArgumentError: `dtype` is not a floating type.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ArgumentError(f"load_checkpoint: dtype is {dtype}, accepted are floating types")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(f"load_checkpoint: dtype is {dtype!r}, accepted are floating types")
     folder = Path(directory)
     config = read_config(folder)
     headers = read_headers(folder)
