@@ -22,8 +22,14 @@ RESULTS = Path(str(files("specmla"))) / "bench" / "results"
 
 def figures() -> str:
     """Give the whole block of the README."""
-    parts = [_verify(), *_grid(), _layer(), _step(), *decode_figures(_load("h200_decode"))]
-    parts += [_loop(), *_compare(), _training(), *drafter_figures(_load("drafter_training"))]
+    parts = [_verify(), *_grid(), _layer(), _step(), _trees()]
+    parts += [
+        *decode_figures(_load("h200_decode")),
+        _loop(),
+        *_compare(),
+        _training(),
+        *drafter_figures(_load("drafter_training")),
+    ]
     return "\n\n".join(parts)
 
 
@@ -111,6 +117,23 @@ def _step() -> str:
         "thread of the CPU below, without the backend's own plan. Beside the H200, the backend's "
         f"plan included, in two runs on different hosts: {'; '.join(parts[1:])}. "
         "`python -m specmla.bench step`"
+    )
+
+
+def _trees() -> str:
+    """What deciding about trees takes by the rules in torch."""
+    found = _load("h200_trees")
+    rows = [
+        [row["part"], f"{row['us']:.0f}", f"{row['times_read_once']:.1f}"] for row in found["rows"]
+    ]
+    return (
+        "**Deciding about trees** of 16 nodes, 32 requests, 129,280 ids, bf16, by the rules in "
+        f"torch, one {found['env']['gpu']['name']}, {found['env']['date'][:10]}; beside the time of "
+        "reading the logits once at copy bandwidth. `move` brings accepted rows to the front in 61 "
+        "layers. "
+        'The fused kernels (`acceptance="triton"`) have not been timed yet.\n\n'
+        + _table(["part", "µs", "times reading once"], rows)
+        + "\n\n`python -m specmla.bench trees`"
     )
 
 
