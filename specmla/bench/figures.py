@@ -128,9 +128,9 @@ def _trees() -> str:
     ]
     return (
         "**Deciding about trees** of 16 nodes, 32 requests, 129,280 ids, bf16, by the rules in "
-        f"torch, one {found['env']['gpu']['name']}, {found['env']['date'][:10]}; beside the time of "
-        "reading the logits once at copy bandwidth. `move` brings accepted rows to the front in 61 "
-        "layers. "
+        f"torch, one {found['env']['gpu']['name']}, {found['env']['date'][:10]}; beside the time "
+        "of reading the logits once at copy bandwidth. `move` brings accepted rows to the front in "
+        "61 layers. "
         'The fused kernels (`acceptance="triton"`) have not been timed yet.\n\n'
         + _table(["part", "µs", "times reading once"], rows)
         + "\n\n`python -m specmla.bench trees`"
