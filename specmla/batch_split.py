@@ -31,7 +31,8 @@ class BatchRules:
             chunks (`specmla.invariance`); for backends that were built so.
 
     Raises:
-        ArgumentError: a negative K, a workspace that is not locked; all reasons are listed.
+        ArgumentError: a negative K, a workspace that is none or not locked, a switch that is no
+            bool; all reasons are listed.
     """
 
     num_speculative_tokens: int = 0
@@ -46,7 +47,11 @@ class BatchRules:
             found.append(
                 f"num_speculative_tokens is {self.num_speculative_tokens}, accepted are values >= 0"
             )
-        if self.workspace is not None and not self.workspace.is_locked:
+        if not isinstance(self.batch_invariant, bool):
+            found.append(f"batch_invariant is {self.batch_invariant!r}, accepted are True, False")
+        if not isinstance(self.workspace, PrefillWorkspace | None):
+            found.append(f"workspace is {self.workspace!r}, accepted is a PrefillWorkspace or None")
+        elif self.workspace is not None and not self.workspace.is_locked:
             found.append("workspace is not locked, accepted is one after claim() and lock()")
         require(found, "BatchRules")
 

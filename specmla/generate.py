@@ -16,6 +16,7 @@ from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
 from specmla.decode import Prompt, decode_loop
 from specmla.errors import UnsupportedError, require
+from specmla.invariance import switch_problems
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.moe import DeepseekMoE
 from specmla.models.states import StateCollector
@@ -62,12 +63,16 @@ def build_step(
             in the same pages.
 
     Raises:
-        UnsupportedError: no backend, or not the named one, can serve the model.
+        UnsupportedError: no backend, or not the named one, can serve the model; one of which some
+            parts are batch-invariant, or such a one with prefix caching.
     """
     config = model.config
+    found = switch_problems(model)
     if model.batch_invariant and prefix_caching:
         reason = "its pages may hold rows of verifies, which round unlike a prompt's; accepted is"
-        raise UnsupportedError("batch-invariant model", [f"prefix_caching is True: {reason} False"])
+        found.append(f"prefix_caching is True: {reason} False")
+    if found:
+        raise UnsupportedError("batch-invariant model", found)
     limit = config.max_position_embeddings if max_seq_len is None else max_seq_len
     weight = model.model.embed_tokens.weight
     builder = make_builder(model, num_pages, page_size, backend, limit)

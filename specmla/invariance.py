@@ -57,6 +57,8 @@ def switch(module: nn.Module) -> None:
 
 def module_problems(module: nn.Module) -> list[str]:
     """List why a module can't have batch-invariant results where it is."""
+    if not isinstance(module, nn.Module):
+        return [f"module is {module!r}, accepted is a torch.nn.Module"]
     weights = {(w.device, w.dtype): None for w in module.parameters() if w.is_floating_point()}
     found = [text for device, dtype in weights for text in kernel_problems(device, dtype)]
     by_kind: dict[str, list[str]] = {}
@@ -68,6 +70,24 @@ def module_problems(module: nn.Module) -> list[str]:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         found.append(f"{names[0]}{more} is a {kind}, accepted are {kinds}")
     return list(dict.fromkeys(found))
+
+
+def switch_problems(module: nn.Module) -> list[str]:
+    """List which parts are switched otherwise than the module, and, if it is switched, what of it
+    can't be by now: parts may have been put in, cast or moved since."""
+    wanted = bool(vars(module).get("batch_invariant", False))
+    others = [
+        name
+        for name, part in module.named_modules()
+        if getattr(part, "batch_invariant", wanted) is not wanted
+    ]
+    if not others:
+        return module_problems(module) if wanted else []
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return [
+        f"{others[0]}{more} have batch_invariant {not wanted}, the model {wanted}; accepted is one "
+        "for all: make_batch_invariant(model) or a model of which nothing was switched"
+    ]
 
 
 def step_problems(
