@@ -9,7 +9,7 @@ import torch
 from specmla.budget.base import Budget, BudgetRequest, chosen_counts
 from specmla.verify.captured import CapturedStep
 from specmla.verify.hidden import committed_rows
-from specmla.verify.proposal import Drafter, DraftRequest, RequestResult
+from specmla.verify.proposal import Drafter, DraftRequest, HiddenRows, RequestResult
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.step import VerifyStep
 
@@ -51,9 +51,7 @@ def decode_loop(
             if drafter:
                 states = runner.states
                 rows = None if states is None else committed_rows(verdict.plan, results, states)
-                drafter.observe(results, rows)
-                if isinstance(num_speculative_tokens, Budget):
-                    num_speculative_tokens.observe(results)
+                _tell(drafter, num_speculative_tokens, results, rows)
                 _reset(ended, drafter, num_speculative_tokens)
             yield results
     finally:  # an error, or a caller that stops early, leaves no request and no page behind
@@ -79,6 +77,15 @@ def draft_requests(
         r._replace(num_drafts=min(n, r.num_drafts), num_nodes=min(n, r.num_nodes))
         for r, n in chosen
     ]
+
+
+def _tell(
+    drafter: Drafter, budget: object, results: list[RequestResult], rows: HiddenRows | None
+) -> None:
+    """Let drafter and budget know what was committed."""
+    drafter.observe(results, rows)
+    if isinstance(budget, Budget):
+        budget.observe(results)
 
 
 def _reset(names: Sequence[Hashable], drafter: Drafter | None, budget: object) -> None:

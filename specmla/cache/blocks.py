@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from specmla.cache.pages import PagePool
 from specmla.cache.prefix import PrefixIndex
-from specmla.cache.sequence import CachedSequence, token_array
+from specmla.cache.sequence import CachedSequence, Sequences, token_array
 from specmla.errors import ArgumentError, IntegrityError, PoolFullError, require
 
 
@@ -52,7 +52,7 @@ class BlockManager:
         self.lookahead, self.prefix_caching = lookahead, prefix_caching
         self._index = PrefixIndex(page_size)
         self._pool = PagePool(num_pages, self._index)
-        self._sequences: dict[Hashable, CachedSequence] = {}
+        self._sequences = Sequences()
 
     @property
     def num_free(self) -> int:
@@ -86,16 +86,15 @@ class BlockManager:
 
     def length(self, request_id: Hashable) -> int:
         """Committed tokens in the cache."""
-        sequence = self._sequences.get(request_id)
-        return len((sequence or self._sequence(request_id)).tokens)
+        return len(self._sequences[request_id].tokens)
 
     def block_ids(self, request_id: Hashable) -> array[int]:
         """Pages of a request in order, int32; read-only, and current until its next change."""
-        return (self._sequences.get(request_id) or self._sequence(request_id)).blocks
+        return self._sequences[request_id].blocks
 
     def owned(self, request_id: Hashable) -> int:
         """Number of pages that a request owns, shared and reserved ones included."""
-        return len(self._sequence(request_id).blocks)
+        return len(self._sequences[request_id].blocks)
 
     def match(self, tokens: Sequence[int]) -> int:
         """Count the tokens that cached full pages cover, from the first on; takes nothing."""
@@ -154,7 +153,7 @@ class BlockManager:
                 rows, tokens too few or of another sequence; nothing was changed.
             ArgumentTypeError: tokens that are not integers.
         """
-        sequence = self._sequence(request_id)
+        sequence = self._sequences[request_id]
         if found := sequence.commit_problems(length, tokens):
             require(found, "BlockManager.commit")
         sequence.tokens.extend(token_array(tokens[len(sequence.tokens) : length]))
@@ -171,7 +170,7 @@ class BlockManager:
         Raises:
             ArgumentError: a length below 0 or above the present one.
         """
-        sequence = self._sequence(request_id)
+        sequence = self._sequences[request_id]
         held = len(sequence.tokens)
         if not 0 <= length <= held:
             raise ArgumentError(
@@ -201,7 +200,7 @@ class BlockManager:
         Raises:
             ArgumentError: an unknown parent, a child's name in use.
         """
-        parent = self._sequence(parent_id)
+        parent = self._sequences[parent_id]
         self._refuse_known(child_id, "BlockManager.fork")
         length = len(parent.tokens)
         pages = parent.blocks[: -(-length // self.page_size)]
@@ -216,7 +215,7 @@ class BlockManager:
         Raises:
             ArgumentError: an unknown request.
         """
-        self._trim(self._sequence(request_id), 0)
+        self._trim(self._sequences[request_id], 0)
         del self._sequences[request_id]
 
     def check_integrity(self) -> None:
@@ -234,14 +233,6 @@ class BlockManager:
             ]
         if found:
             raise IntegrityError("; ".join(found))
-
-    def _sequence(self, request_id: Hashable) -> CachedSequence:
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
-            raise ArgumentError(
-                f"request_id {request_id!r} is unknown, accepted are {list(self._sequences)[:16]}"
-            )
-        return sequence
 
     def _refuse_known(self, request_id: Hashable, subject: str) -> None:
         if request_id in self._sequences:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from specmla.cache.pages import PagePool
 from specmla.cache.prefix import ROOT, PrefixIndex, page_key
-from specmla.errors import ArgumentTypeError, require
+from specmla.errors import ArgumentError, ArgumentTypeError, require
 
 
 @dataclass(slots=True)
@@ -123,6 +123,14 @@ class CachedSequence:
             if i < len(self.keys) and self.keys[i] != parent:
                 found.append(f"the key of page {page} is not that of its tokens")
         return found
+
+
+class Sequences(dict[Hashable, CachedSequence]):
+    """Requests by name, of which an unknown one is refused."""
+
+    def __missing__(self, request_id: Hashable) -> CachedSequence:
+        known = list(self)[:16]
+        raise ArgumentError(f"request_id {request_id!r} is unknown, accepted are {known}")
 
 
 def token_array(tokens: Sequence[int]) -> array[int]:

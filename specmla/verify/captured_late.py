@@ -124,16 +124,7 @@ class CapturedLatePlan:
             cells.extend(drafts)
             cells.extend([end] * (self._width - len(drafts)))
         cells.extend([end] * (missing * self._width))
-        along = {
-            "tokens": array("q", [r.planned.pending[0] for r in late]),
-            "bounds": array("q", [r.planned.position for r in late]),
-            "source": array("q", [r.source for r in late]),
-            "behind": array("q", [r.behind for r in late]),
-            "limit": array("q", [r.planned.state.limit for r in late]),
-            "num_drafts": array("q", [r.planned.num_drafts for r in late]),
-            "given": given,
-            "skips": array("q", [r.skips for r in late]),
-        }
+        along = _bounds(late) | {"given": given}
         for name, values in along.items():
             # Without rows: its first one would have to stand at a limit of 1.
             values.extend([-1 if name == "source" else 1 if name == "limit" else 0] * missing)
@@ -144,3 +135,17 @@ class CapturedLatePlan:
         flat = torch.cat([tokens, tokens.new_full((1,), -1)])
         torch.index_select(flat, 0, self.metadata.along["cells"], out=self._given.view(-1))
         self.sampling.fill(sampling)
+
+
+def _bounds(late: Sequence[LateRequest]) -> dict[str, array[int]]:
+    """Give what the host knows of each request, by name."""
+    values: dict[str, list[int]] = {
+        "tokens": [r.planned.pending[0] for r in late],
+        "bounds": [r.planned.position for r in late],
+        "source": [r.source for r in late],
+        "behind": [r.behind for r in late],
+        "limit": [r.planned.state.limit for r in late],
+        "num_drafts": [r.planned.num_drafts for r in late],
+        "skips": [r.skips for r in late],
+    }
+    return {name: array("q", found) for name, found in values.items()}

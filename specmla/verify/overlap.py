@@ -17,16 +17,16 @@ are given back at once, since whoever gets them writes on the same stream, behin
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
-from specmla.cache.copies import fill_copies
 from specmla.errors import ArgumentError, NumericsError, require
 from specmla.staging import send_arrays
 from specmla.verify.judge import Decision, Verdict
 from specmla.verify.overlap_device import Anchors, Settler
-from specmla.verify.overlap_flights import Flight, Flights, step_problems
-from specmla.verify.overlap_layout import LateLayout, lay_out_late
+from specmla.verify.overlap_flights import Flights, step_problems
+from specmla.verify.overlap_layout import LateLayout, lay_out_late, reserve_late
 from specmla.verify.overlap_plan import (
     Drafts,
     DraftsAhead,
@@ -143,25 +143,13 @@ class OverlappedStep:
         proposal = drafts.proposal if isinstance(drafts, DraftsAhead) else drafts
         if proposal is not None and isinstance(proposal.probs, Tensor):
             self.step.check_drafter(proposal.probs.shape[-1])
-        blocks = self.step.blocks
-        late = plan_late(states, blocks.length, last, drafts)
+        late = plan_late(states, self.step.blocks.length, last, drafts)
         sampling = self._sampling.get(r.planned.state.sampling for r in late)
         lay = None if layout is None else layout.choose(late, proposal, sampling, last)
-        needs = {r.planned.request_id: r.end for r in late}
-        copies = blocks.reserve({n: end - blocks.length(n) for n, end in needs.items()})
-        try:
-            fill_copies(self.step.cache, blocks, copies, list(needs))
-            rows = [r.rows(blocks.block_ids(r.planned.request_id)) for r in late]
-            if lay is None:
-                builder, settle = self.step.builder, self._settler()
-                plan = lay_out_late(builder, settle, late, rows, proposal, sampling)
-            else:
-                plan = lay(rows)
-        except BaseException:
-            self._flights.release(r.planned.state for r in late)
-            raise
-        self._flights.put(Flight.of(plan, [r.end for r in late]))
-        return plan
+        if lay is None:
+            builder, settle = self.step.builder, self._settler()
+            lay = partial(lay_out_late, builder, settle, late, proposal, sampling)
+        return reserve_late(self._flights, late, lay)
 
     def verify(self, plan: StepPlan, logits: Tensor) -> Verdict:
         """Judge the drafts; nothing waits for the device. From here on the step is under way.

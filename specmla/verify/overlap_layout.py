@@ -1,4 +1,4 @@
-"""Lays an overlapped step out: in new tensors, or wherever a `LateLayout` says."""
+"""Reserves an overlapped step and lays it out: in new tensors, or where a `LateLayout` says."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from specmla.builder import MetadataBuilder
+from specmla.cache.copies import fill_copies
 from specmla.metadata import RequestRows
 from specmla.verify.overlap_device import Settler
-from specmla.verify.overlap_flights import Flight
+from specmla.verify.overlap_flights import Flight, Flights
 from specmla.verify.overlap_plan import LateRequest, late_arrays
 from specmla.verify.plan import StepPlan
 from specmla.verify.proposal import DraftProposal
@@ -42,22 +43,42 @@ class LateLayout(Protocol):
         ...
 
 
+def reserve_late(flights: Flights, late: Sequence[LateRequest], lay: LayOutLate) -> StepPlan:
+    """Reserve pages for every row that there may be, lay the step out and take it in.
+
+    Raises:
+        PoolFullError: too few pages; nothing was reserved.
+    """
+    cache, blocks = flights.step.cache, flights.step.blocks
+    needs = {r.planned.request_id: r.end for r in late}
+    copies = blocks.reserve({name: end - blocks.length(name) for name, end in needs.items()})
+    try:
+        fill_copies(cache, blocks, copies, list(needs))
+        plan = lay([r.rows(blocks.block_ids(r.planned.request_id)) for r in late])
+    except BaseException:
+        flights.release(r.planned.state for r in late)
+        raise
+    flights.put(Flight.of(plan, [r.end for r in late]))
+    return plan
+
+
 def lay_out_late(
     builder: MetadataBuilder,
     settle: Settler,
     late: Sequence[LateRequest],
-    rows: Sequence[RequestRows],
     proposal: DraftProposal | None,
     sampling: SamplingBatch,
+    rows: Sequence[RequestRows],
 ) -> StepPlan:
     """Lay out a step in new tensors.
 
     Args:
         builder: makes the metadata.
         settle: makes bounds exact.
-        late: requests of the step. rows: what they bring, by bounds.
+        late: requests of the step.
         proposal: drafts for some of them, and maybe for others.
         sampling: parameters of the requests.
+        rows: what they bring, by bounds.
     """
     metadata = builder.build(rows, along=late_arrays(late), settle=settle)
     sent, count = metadata.along, len(late)

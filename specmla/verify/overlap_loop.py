@@ -51,10 +51,20 @@ def overlapped_loop(
     overlap = OverlappedStep(step)
     kinds = [params for _, params in prompts.values()] or [SamplingParams()]
     graphs = CapturedOverlap(overlap, forward, buckets, sampling=kinds, eager=True)
+    yield from _loop(overlap, graphs, prompts, drafter, num_drafts)
+
+
+def _loop(
+    overlap: OverlappedStep,
+    graphs: CapturedOverlap,
+    prompts: Mapping[Hashable, tuple[Sequence[int], SamplingParams]],
+    drafter: Drafter | None,
+    num_drafts: int | Mapping[Hashable, int],
+) -> Iterator[list[RequestResult]]:
     running: list[Hashable] = []
     try:
         for request_id, (tokens, sampling) in prompts.items():
-            step.add(request_id, tokens, sampling)
+            overlap.step.add(request_id, tokens, sampling)
             running.append(request_id)
         while running:
             names = [name for name in overlap.ready if name in running]

@@ -49,34 +49,14 @@ class RequestState:
                 no id that may be emitted.
             ArgumentTypeError: a prompt that is no sequence of integers, or other parameters.
         """
-        if not isinstance(sampling, SamplingParams):
-            raise ArgumentTypeError(
-                f"request {request_id!r}: sampling is {sampling!r}, accepted are SamplingParams"
-            )
-        if constraint is not None and not all(
-            callable(getattr(constraint, name, None)) for name in ("masks", "advance")
-        ):
-            raise ArgumentTypeError(
-                f"request {request_id!r}: constraint is {constraint!r}, accepted are None and "
-                "objects with `masks` and `advance` (TokenConstraint)"
-            )
+        _check_types(request_id, sampling, constraint)
         try:
             tokens = array("q", list(prompt))  # of bytes, array would take eight for one number
         except (TypeError, OverflowError) as error:
             raise ArgumentTypeError(
                 f"request {request_id!r}: prompt accepts integers of 64 bits: {error}"
             ) from error
-        found = []
-        if not 1 <= len(tokens) < max_seq_len:
-            found.append(f"prompt has {len(tokens)} tokens, accepted are 1 to {max_seq_len - 1}")
-        outside = sorted({t for t in tokens if not 0 <= t < vocab_size})
-        for name, ids in sampling.named_ids.items():
-            foreign = [t for t in ids if t >= vocab_size]
-            if foreign:
-                found.append(f"{name} hold {foreign}, accepted are 0 to {vocab_size - 1}")
-        found += _ban_problems(sampling, vocab_size)
-        if outside:
-            found.append(f"prompt holds ids {outside[:8]}, accepted are 0 to {vocab_size - 1}")
+        found = _problems(tokens, sampling, vocab_size, max_seq_len)
         require(found, f"request {request_id!r}")
         self.request_id = request_id
         self.tokens = tokens
@@ -125,6 +105,38 @@ class RequestState:
         self.tokens.extend(emitted)
         if self.counts is not None:
             self.counts.add(emitted)
+
+
+def _check_types(request_id: Hashable, sampling: object, constraint: object) -> None:
+    if not isinstance(sampling, SamplingParams):
+        raise ArgumentTypeError(
+            f"request {request_id!r}: sampling is {sampling!r}, accepted are SamplingParams"
+        )
+    if constraint is not None and not all(
+        callable(getattr(constraint, name, None)) for name in ("masks", "advance")
+    ):
+        raise ArgumentTypeError(
+            f"request {request_id!r}: constraint is {constraint!r}, accepted are None and "
+            "objects with `masks` and `advance` (TokenConstraint)"
+        )
+
+
+def _problems(
+    tokens: array[int], sampling: SamplingParams, vocab_size: int, max_seq_len: int
+) -> list[str]:
+    """List what is wrong with a prompt, and with the ids that its parameters name."""
+    found = []
+    if not 1 <= len(tokens) < max_seq_len:
+        found.append(f"prompt has {len(tokens)} tokens, accepted are 1 to {max_seq_len - 1}")
+    outside = sorted({t for t in tokens if not 0 <= t < vocab_size})
+    for name, ids in sampling.named_ids.items():
+        foreign = [t for t in ids if t >= vocab_size]
+        if foreign:
+            found.append(f"{name} hold {foreign}, accepted are 0 to {vocab_size - 1}")
+    found += _ban_problems(sampling, vocab_size)
+    if outside:
+        found.append(f"prompt holds ids {outside[:8]}, accepted are 0 to {vocab_size - 1}")
+    return found
 
 
 def _ban_problems(sampling: SamplingParams, vocab_size: int) -> list[str]:
