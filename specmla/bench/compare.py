@@ -86,30 +86,35 @@ def compare(
     short = replace(settings, max_tokens=min(_WARM_TOKENS, settings.max_tokens))
     for case in everything:  # not timed; it refuses what can't be served before anything is
         _make(target, prompts[:1], case, short).run(range(1))
-    turns: list[dict[Case, ComparedRun]] = []
-    for turn in range(repeats):
-        own = with_seed(settings, turn)
-        runs = {case: _make(target, prompts, case, own) for case in everything}
-        for part in parts_of(len(prompts), settings.batch):
-            for case, run in runs.items():
-                on_run(f"{case.contender.name}, {case.rule}, temperature {case.temperature:g}")
-                run.run(part)
-        turns.append({case: run.result for case, run in runs.items()})
+    seeded = [with_seed(settings, turn) for turn in range(repeats)]
+    turns = [_take_turns(target, prompts, everything, own, on_run) for own in seeded]
     counted = {
         case: count([turn[case] for turn in (turns if case.temperature else turns[:1])])
         for case in cases
     }
     rows = [
-        {
-            "drafter": case.contender.name,
-            "rule": case.rule,
-            "temperature": case.temperature,
-            **quality(case, counted[case]),
-            **speed([(turn[case], turn[plain[case.temperature]]) for turn in turns]),
-        }
+        {"drafter": case.contender.name, "rule": case.rule, "temperature": case.temperature}
+        | quality(case, counted[case])
+        | speed([(turn[case], turn[plain[case.temperature]]) for turn in turns])
         for case in cases
     ]
     return {"rows": rows, "gains": [*block_gains(counted), *tree_gains(counted)]}
+
+
+def _take_turns(
+    target: DeepseekForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    cases: Sequence[Case],
+    settings: RunSettings,
+    on_run: Callable[[str], None],
+) -> dict[Case, ComparedRun]:
+    """Run all cases over the prompts once, one after another for each part of them."""
+    runs = {case: _make(target, prompts, case, settings) for case in cases}
+    for part in parts_of(len(prompts), settings.batch):
+        for case, run in runs.items():
+            on_run(f"{case.contender.name}, {case.rule}, temperature {case.temperature:g}")
+            run.run(part)
+    return {case: run.result for case, run in runs.items()}
 
 
 def _make(

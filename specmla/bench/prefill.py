@@ -22,7 +22,7 @@ from specmla.cache.latent import LatentCache
 from specmla.config import MLAConfig
 from specmla.layer import MLAAttention
 from specmla.metadata import PrefillPart
-from specmla.testing import make_prompt_case, relative_error
+from specmla.testing import PromptCase, make_prompt_case, relative_error
 from specmla.workspace import PrefillWorkspace
 
 ONE_PASS, CHUNKS = "one pass", "chunks"
@@ -60,19 +60,7 @@ def measure_context(context: int, options: PrefillOptions) -> list[dict[str, Any
     Raises:
         UnsupportedError: the backend can't serve the layer here.
     """
-    dims, device = options.dims, options.device
-    case = make_prompt_case(
-        [(options.rows, context + options.rows)],
-        nope_dim=dims.qk_nope_head_dim,
-        v_dim=dims.v_head_dim,
-        num_heads=dims.num_heads,
-        kv_lora_rank=dims.kv_lora_rank,
-        rope_dim=dims.qk_rope_head_dim,
-        page_size=options.page_size,
-        dtype=options.dtype,
-        device=device,
-        spare_pages=0,
-    )
+    dims, device, case = options.dims, options.device, _case(context, options)
     backend, layer = _backend(options), MLAAttention(dims).to(device, options.dtype)
     query = torch.cat((case.q_nope, case.base.q_rope), dim=-1)
     cache = LatentCache.from_pool([case.base.latent_cache])
@@ -98,6 +86,22 @@ def measure_context(context: int, options: PrefillOptions) -> list[dict[str, Any
         form = {"form": CHUNKS, "workspace_rows": workspace.num_rows, "chunks": len(part.context)}
         rows.append(shared | form | figures | _compared(figures, whole, got, exact))
     return rows
+
+
+def _case(context: int, options: PrefillOptions) -> PromptCase:
+    dims = options.dims
+    return make_prompt_case(
+        [(options.rows, context + options.rows)],
+        nope_dim=dims.qk_nope_head_dim,
+        v_dim=dims.v_head_dim,
+        num_heads=dims.num_heads,
+        kv_lora_rank=dims.kv_lora_rank,
+        rope_dim=dims.qk_rope_head_dim,
+        page_size=options.page_size,
+        dtype=options.dtype,
+        device=options.device,
+        spare_pages=0,
+    )
 
 
 def prefill_lines(rows: Sequence[dict[str, Any]]) -> str:

@@ -61,12 +61,8 @@ def add_prefill(commands: Any) -> None:
     add_common(parser)
 
 
-def _prefill(args: argparse.Namespace, words: Sequence[str]) -> int:
-    for batch in args.kernel:
-        check_prompts(batch)
-    providers = {name: get_prompt_provider(name, args.fa3) for name in args.providers}
-    check_outputs(args.json)
-    options = PrefillOptions(
+def _options(args: argparse.Namespace) -> PrefillOptions:
+    return PrefillOptions(
         dims=MLAConfig(
             hidden_size=1,  # no projection from or to it is run here
             num_heads=args.heads,
@@ -83,6 +79,14 @@ def _prefill(args: argparse.Namespace, words: Sequence[str]) -> int:
         device=args.device,
         reps=args.reps,
     )
+
+
+def _prefill(args: argparse.Namespace, words: Sequence[str]) -> int:
+    for batch in args.kernel:
+        check_prompts(batch)
+    providers = {name: get_prompt_provider(name, args.fa3) for name in args.providers}
+    check_outputs(args.json)
+    options = _options(args)
     kernel = KernelOptions(
         args.heads, args.nope + args.rope, args.value, options.dtype, args.device, args.reps
     )

@@ -34,14 +34,7 @@ def read_config(
     Raises:
         ArgumentError: no such file, no such config, or widths that the ranks don't divide.
     """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        source = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"--config is {path}, accepted is a config.json: {error}") from error
-    if not isinstance(source, dict):
-        raise ArgumentError(f"--config is {path}, accepted is a config.json: it holds no object")
-    whole = DeepseekConfig.from_hf(source)
+    whole = DeepseekConfig.from_hf(_read_object(path))
     moe, width = whole.moe, whole.intermediate_size
     widths = {"num_attention_heads": whole.attention.num_heads}
     if moe is not None and experts == "dense":
@@ -62,3 +55,14 @@ def read_config(
     first = num_layers if experts == "dense" else 0
     cut = share | {"num_hidden_layers": num_layers, "first_k_dense_replace": first}
     return DeepseekConfig.from_hf(whole.to_hf() | cut)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        source = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--config is {path}, accepted is a config.json: {error}") from error
+    if not isinstance(source, dict):
+        raise ArgumentError(f"--config is {path}, accepted is a config.json: it holds no object")
+    return source

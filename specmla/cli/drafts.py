@@ -72,11 +72,7 @@ def drafter_from(
         if tree:
             raise ArgumentError(f"tree is set and {str(folder)!r} is an EAGLE-3 head: chains only")
         return _head_maker(folder, target, num_requests, longest, backend)
-    if is_speculators(found):
-        names = [read_block_config(folder).architecture]
-    else:
-        _refuse_foreign(found, folder)
-        names = architectures_of(found)
+    names = _architectures(found, folder)
     block = next((BLOCKS[name] for name in names if name in BLOCKS), None)
     if block is not None:
         if tree and block is not DFlashDrafter:
@@ -88,8 +84,20 @@ def drafter_from(
             raise ArgumentError(f"tree is set and {str(folder)!r} is an MTP module: chains only")
         module = load_mtp(folder, target)
         return lambda step: MTPDrafter(target, module, step)
+    return _model_maker(folder, target, num_requests, longest, backend, tree)
+
+
+def _model_maker(
+    folder: Path,
+    target: DeepseekForCausalLM,
+    num_requests: int,
+    longest: int,
+    backend: str | None,
+    tree: bool,
+) -> MakeDrafter:
+    """Load a draft model, of the target's vocabulary."""
     weight = target.model.embed_tokens.weight
-    model, _ = load_checkpoint(folder, device=weight.device, dtype=weight.dtype)
+    model, config = load_checkpoint(folder, device=weight.device, dtype=weight.dtype)
     if config.vocab_size != target.config.vocab_size:
         raise ArgumentError(
             f"draft {str(folder)!r} has a vocabulary of {config.vocab_size}, the target "
@@ -136,6 +144,13 @@ def _block_maker(
         return DDTreeDrafter(made) if tree else made
 
     return make
+
+
+def _architectures(found: Mapping[str, Any], folder: Path) -> list[str]:
+    if is_speculators(found):
+        return [read_block_config(folder).architecture]
+    _refuse_foreign(found, folder)
+    return architectures_of(found)
 
 
 def _refuse_foreign(found: Mapping[str, Any], folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,12 +12,13 @@ from specmla.budget.base import Budget
 from specmla.decode import Prompt, decode_loop
 from specmla.generate import build_step, make_runner
 from specmla.models.deepseek import DeepseekForCausalLM
-from specmla.verify.proposal import Drafter
+from specmla.verify.proposal import Drafter, RequestResult
 from specmla.verify.sampling import SamplingParams
 from specmla.verify.stats import AcceptanceStats
 from specmla.verify.step import VerifyStep
 
 MakeDrafter = Callable[[VerifyStep], Drafter]
+PAGE = 64
 
 
 @dataclass
@@ -39,6 +40,16 @@ class Run:
     finish_reasons: list[str]
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     seconds: float = 0.0
+
+    def add(self, place: int, result: RequestResult) -> None:
+        """Take in what a step emitted for the prompt at `place`."""
+        count = len(result.new_tokens)
+        self.tokens[place] += result.new_tokens
+        self.finish_reasons[place] = result.finish_reason or ""
+        self.drafted[place] += [j < result.num_accepted for j in range(count)]
+        if not result.is_prompt:
+            for counts in (self.stats, self.stats_by_prompt[place]):
+                counts.observe(result.num_drafts, result.num_accepted, count, result.num_levels)
 
     @property
     def num_tokens(self) -> int:
@@ -69,19 +80,14 @@ def run_loop(
 
     A function as drafter makes one beside the step, whose cache then has a layer for its rows.
     """
-    longest = model.config.max_position_embeddings
-    page_size = 64
     batch: dict[Hashable, Prompt] = dict(enumerate(zip(prompts, sampling, strict=True)))
-    need = (min(longest, len(p) + (s.max_tokens or longest)) for p, s in batch.values())
-    num_pages = sum(-(-n // page_size) + 1 for n in need)
-    layers = int(callable(drafter))
     step = build_step(
         model,
-        num_pages=num_pages,
-        page_size=page_size,
+        num_pages=_num_pages(model, batch.values()),
+        page_size=PAGE,
         backend=backend,
         rule=rule,
-        num_draft_layers=layers,
+        num_draft_layers=int(callable(drafter)),
     )
     if callable(drafter):
         drafter = drafter(step)
@@ -93,22 +99,17 @@ def run_loop(
     start = time.perf_counter()
     for results in decode_loop(runner, batch, drafter, num_speculative_tokens):
         for result in results:
-            i = place[result.request_id]
-            run.tokens[i] += result.new_tokens
-            run.finish_reasons[i] = result.finish_reason or ""
-            run.drafted[i] += [j < result.num_accepted for j in range(len(result.new_tokens))]
-            if not result.is_prompt:
-                for counts in (run.stats, run.stats_by_prompt[i]):
-                    counts.observe(
-                        result.num_drafts,
-                        result.num_accepted,
-                        len(result.new_tokens),
-                        result.num_levels,
-                    )
+            run.add(place[result.request_id], result)
         on_tokens(sum(len(r.new_tokens) for r in results))
     _synchronize(model)
     run.seconds = time.perf_counter() - start
     return run
+
+
+def _num_pages(model: DeepseekForCausalLM, batch: Iterable[Prompt]) -> int:
+    longest = model.config.max_position_embeddings
+    need = (min(longest, len(p) + (s.max_tokens or longest)) for p, s in batch)
+    return sum(-(-n // PAGE) + 1 for n in need)
 
 
 def _synchronize(model: DeepseekForCausalLM) -> None:
