@@ -207,10 +207,9 @@ def read_rope(
     reasons = []
     if kind not in ("default", "yarn"):
         reasons.append(f"rope_type is {kind!r}, accepted are 'default' and 'yarn'")
-    if read_field(rope, "partial_rotary_factor", 1.0) != 1.0:
-        reasons.append(
-            f"partial_rotary_factor is {rope['partial_rotary_factor']!r}, accepted is 1.0"
-        )
+    rotated = read_field(rope, "partial_rotary_factor", 1.0)
+    if rotated != 1.0:
+        reasons.append(f"partial_rotary_factor is {rotated!r}, accepted is 1.0")
     require(reasons, where)
     if kind == "default":
         return theta, None

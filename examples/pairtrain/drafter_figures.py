@@ -89,6 +89,15 @@ def _measure(
             if not r.is_prompt:
                 stats[index].observe(r.num_drafts, r.num_accepted, len(r.new_tokens))
     seconds = time.monotonic() - started
+    return _acceptance(stats, tokens) | {
+        "tokens_per_s": round(sum(map(len, tokens)) / seconds, 1),
+    }
+
+
+def _acceptance(
+    stats: Sequence[AcceptanceStats], tokens: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Add up what was accepted of continuations that don't loop, of all if all do."""
     good = [distinct_ngram_ratio(t) >= LOOPING for t in tokens]
     counted = AcceptanceStats()
     for own, is_good in zip(stats, good, strict=True):
@@ -101,8 +110,7 @@ def _measure(
             round(rate, 4) for rate in counted.acceptance_rate_per_position
         ],
         "looping_excluded": good.count(False) if any(good) else 0,
-        "prompts": len(prompts),
-        "tokens_per_s": round(sum(map(len, tokens)) / seconds, 1),
+        "prompts": len(tokens),
     }
 
 
