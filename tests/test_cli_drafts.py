@@ -117,3 +117,15 @@ def test_graphs_leave_the_tokens_as_they_are(kind, tmp_path):
         for graphs in (False, True)
     ]  # fmt: skip
     assert runs[0].tokens == runs[1].tokens
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_an_mtp_module_of_another_target_is_named_as_one(tree, tmp_path):
+    save("mtp", tiny_target(), tmp_path)
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers 3, the target's are 2$"):
+        drafter_from(tmp_path, tiny_target(layers=2), num_requests=1, longest=40, tree=tree)
+    wider = tiny_target(hidden=48)
+    with pytest.raises(CheckpointError) as caught:
+        drafter_from(tmp_path, wider, num_requests=1, longest=40)
+    assert "attention is MLAConfig(hidden_size=32" in str(caught.value)
+    assert "vocab_size is" not in str(caught.value), "what agrees is not listed"

@@ -29,9 +29,11 @@ from drafters.eagle3_fields import is_eagle3
 from drafters.speculators_config import is_speculators
 from specmla.cli.run import MakeDrafter
 from specmla.errors import ArgumentError, CheckpointError
+from specmla.models.config import DeepseekConfig
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.mtp import load_mtp
 from specmla.models.parts import read_part_config
+from specmla.models.shards import read_headers
 from specmla.models.weights import load_checkpoint, read_config
 from specmla.verify.proposal import Drafter
 from specmla.verify.step import VerifyStep
@@ -84,6 +86,7 @@ def drafter_from(
             raise ArgumentError(f"tree is set and {str(folder)!r} is an MTP module: chains only")
         module = load_mtp(folder, target)
         return lambda step: MTPDrafter(target, module, step)
+    _refuse_other_module(config, folder, target)
     return _model_maker(folder, target, num_requests, longest, backend, tree)
 
 
@@ -165,4 +168,19 @@ def _refuse_foreign(found: Mapping[str, Any], folder: Path) -> None:
         raise CheckpointError(
             f"{folder}: num_key_value_heads is {heads} without kv_lora_rank: grouped queries are "
             f"served of {[*BLOCKS, *EAGLE3]}"
+        )
+
+
+def _refuse_other_module(config: DeepseekConfig, folder: Path, target: DeepseekForCausalLM) -> None:
+    """Tell an MTP module by itself, behind as many layers as another target has, from a model.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    prefix = f"model.layers.{config.num_layers}."
+    names = [name for header in read_headers(folder).values() for name in header]
+    if config.num_mtp_layers and names and all(name.startswith(prefix) for name in names):
+        raise CheckpointError(
+            f"{folder}: an MTP module of a target of num_hidden_layers {config.num_layers}, the "
+            f"target's are {target.config.num_layers}"
         )

@@ -88,9 +88,13 @@ def load_mtp(
         ArgumentError: `dtype` is not a floating type.
     """
     found, config = read_config(directory), target.config
-    same = (found.attention, found.moe, found.vocab_size, found.num_layers)
-    if same != (config.attention, config.moe, config.vocab_size, config.num_layers):
-        raise CheckpointError(f"{directory}: config.json is {found}, the target is {config}")
+    differ = [
+        f"{name} is {got}, the target's is {wanted}"
+        for name in ("attention", "moe", "vocab_size", "num_layers")
+        if (got := getattr(found, name)) != (wanted := getattr(config, name))
+    ]
+    if differ:
+        raise CheckpointError(f"{directory}: config.json: " + "; ".join(differ))
     if found.num_mtp_layers < 1:
         raise CheckpointError(
             f"{directory}: num_nextn_predict_layers is {found.num_mtp_layers}, accepted are 1 "

@@ -96,7 +96,12 @@ class DraftGraphs(Generic[I]):
         self._sizes = sizes
 
     def covers(self, buckets: Sequence[Bucket], sampling: Sequence[SamplingParams]) -> bool:
-        """Tell whether all of this was captured."""
+        """Tell whether all of this was captured.
+
+        Raises:
+            ArgumentError: what are no buckets, or no parameters.
+        """
+        require(capture_problems(buckets, sampling), type(self).__name__)
         kinds = _kinds(sampling, torch.device("cpu"))
         return all((size, kind) in self._graphs for size in _sizes(buckets) for kind in kinds)
 

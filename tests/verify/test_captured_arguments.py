@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafters import NgramDrafter
+from drafters import DraftModelDrafter, NgramDrafter
 from specmla import ArgumentError, SamplingParams, build_step, generate
 from specmla.bucket import Bucket
 from specmla.verify.captured import CapturedStep
@@ -78,3 +78,13 @@ def test_rows_that_int32_can_not_count():
     assert Bucket(2**26, 31).num_rows < 2**31
     with pytest.raises(ArgumentError, match=r"2147483647 \* 5, accepted is below 2\*\*31"):
         Bucket(2**31 - 1, 5)
+
+
+def test_a_drafter_that_was_captured_is_captured_again(model):
+    """What is asked for a second time is checked as it was the first time."""
+    target = tiny_target()
+    drafter = DraftModelDrafter(target, num_pages=4, backend="reference")
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"buckets is \[3\], accepted"):
+            drafter.capture([3], [SamplingParams()])
+        drafter.capture([Bucket(1, 2)], [SamplingParams()])
