@@ -127,6 +127,8 @@ def decide_step(
         path = cut_path(path, acceptance)
         parts.append(path.rows)
         judged = num_judged(plan.drafts, plan.tree)
+    if not is_fused:  # the kernels look at no others
+        flagged = flagged & _reachable(plan, judged)
     unusable = (flagged.any(dim=1) | acceptance.flagged).long()
     parts.append(torch.stack([judged, acceptance.num_accepted, unusable], dim=1))
     if plan.sampling.raw_logprobs is not None:
@@ -136,6 +138,14 @@ def decide_step(
         real = emitted_logprobs(raw, found.probs, plan.sampling, acceptance.tokens, rows, drawn)
         parts.append(real.view(torch.int64))
     return acceptance, torch.cat(parts, dim=1)
+
+
+def _reachable(plan: StepPlan, judged: Tensor) -> Tensor:
+    """Tell the rows [B, K + 1] that may be reached: none stands behind a draft that is missing."""
+    if plan.tree is not None:
+        return torch.nn.functional.pad(plan.drafts >= 0, (1, 0), value=True)
+    place = torch.arange(plan.row_table.shape[1], device=judged.device)
+    return place <= judged[:, None]
 
 
 def _decide_fused(plan: StepPlan, logits: Tensor, rule: Rule) -> tuple[Acceptance, Tensor]:

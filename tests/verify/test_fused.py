@@ -9,7 +9,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from specmla import ArgumentError, DraftProposal, RequestResult, SamplingParams, VerifyStep
+from specmla import (
+    ArgumentError,
+    DraftProposal,
+    NumericsError,
+    RequestResult,
+    SamplingParams,
+    VerifyStep,
+)
 from specmla.bucket import Bucket
 from specmla.kernels.prims import INTERPRETED
 from specmla.verify import judge
@@ -208,3 +215,26 @@ def test_captured_steps_of_trees_decide_by_the_kernels_as_eager_ones_in_torch(mo
             expected = plain.commit(plan, plain.verify(plan, forward(plan)))
             verdict = graphs.run(both[1])
             assert ours.commit(verdict.plan, verdict) == expected
+
+
+@on_the_cpu
+@pytest.mark.parametrize("parents", [None, (-1, -1, 0, -1)])
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_rows_behind_missing_drafts_are_flagged_by_neither(rule: str, parents) -> None:
+    """A draft that is missing (-1) leads nowhere: what the model says there is not looked at."""
+    results = []
+    for impl in ("torch", "triton"):
+        step = make_step(rule, impl)
+        step.add("a", [1, 2, 3], SamplingParams(1.0, seed=1))
+        run(step, None)
+        drafts = torch.tensor([[5, -1, 6, 7]])
+        proposal = DraftProposal(("a",), (4,), drafts, None, parents=(parents,))
+        plan = step.plan(proposal)
+        logits = torch.randn(5, scripted.W, generator=torch.Generator().manual_seed(1))
+        logits[2] = float("nan")
+        results.append(step.commit(plan, step.verify(plan, logits)))
+        plan = step.plan(proposal)
+        logits[0, 3] = float("nan")
+        with pytest.raises(NumericsError, match=r"requests .'a'."):
+            step.commit(plan, step.verify(plan, logits))
+    assert results[0] == results[1]
