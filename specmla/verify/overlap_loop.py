@@ -92,7 +92,8 @@ def _draft(
     names: Sequence[Hashable],
 ) -> DraftsAhead | None:
     wanted = overlap.draft_requests(num_drafts, names, ahead=True) if drafter else []
-    return DraftsAhead(drafter.propose(wanted), num_drafts) if drafter and wanted else None
+    proposal = drafter.propose(wanted) if drafter and wanted else None
+    return None if proposal is None else DraftsAhead(proposal, num_drafts)
 
 
 def _reset(names: Sequence[Hashable], drafter: Drafter | None) -> None:

@@ -49,7 +49,9 @@ class DraftsAhead(NamedTuple):
         found = []
         if any(not isinstance(n, int | Integral) or n < 0 for n in numbers):
             found.append(f"num_drafts is {given!r}, accepted are integers >= 0")
-        if self.proposal.probs is not None:
+        if self.proposal is None:  # what some drafters give who have nothing
+            found.append("proposal is None, accepted is a DraftProposal, of no requests too")
+        elif self.proposal.probs is not None:
             found.append(
                 "drafts ahead come with probs, accepted is None: they are drawn after tokens that "
                 "the step under way may not emit"

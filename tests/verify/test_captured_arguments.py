@@ -12,6 +12,7 @@ from specmla.verify.captured import CapturedStep
 from specmla.verify.captured_overlap import CapturedOverlap
 from specmla.verify.draft_graphs import DraftGraphs
 from specmla.verify.overlap import OverlappedStep
+from specmla.verify.overlap_plan import DraftsAhead
 from tests.drafters.networks import VOCAB, tiny_target
 from tests.e2e.conftest import make_step
 from tests.e2e.conftest import model as model
@@ -88,3 +89,33 @@ def test_a_drafter_that_was_captured_is_captured_again(model):
         with pytest.raises(ArgumentError, match=r"buckets is \[3\], accepted"):
             drafter.capture([3], [SamplingParams()])
         drafter.capture([Bucket(1, 2)], [SamplingParams()])
+
+
+class Silent(NgramDrafter):
+    """Has nothing to say now and then, and then gives None."""
+
+    turns = 0
+
+    def propose(self, requests):
+        self.turns += 1
+        return None if self.turns % 2 else super().propose(requests)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_drafter_that_gives_none(overlap):
+    model = tiny_target()
+
+    def tokens(drafter, **options: bool) -> list[tuple[int, ...]]:
+        step = build_step(model, num_pages=8, page_size=16)
+        prompts = {0: ([1, 2, 1, 2, 1], SamplingParams(max_tokens=20))}
+        found = [
+            r.new_tokens for rs in generate(model, step, prompts, drafter, **options) for r in rs
+        ]
+        assert step.blocks.num_free == 8
+        return [token for new in found for token in new]
+
+    assert tokens(Silent(VOCAB), graphs=True, overlap=overlap) == tokens(None)
+    step = OverlappedStep(build_step(model, num_pages=8, page_size=16))
+    step.step.add(0, [1, 2], SamplingParams(max_tokens=4))
+    with pytest.raises(ArgumentError, match="proposal is None, accepted is a DraftProposal"):
+        step.plan(DraftsAhead(None, 2))
