@@ -160,7 +160,9 @@ def _logprobs(
     row_mass: Tensor,
 ) -> Tensor:
     """Give log p of tokens [B, K+1] in rows whose place, maximum and mass are given."""
-    picked, temperature = logits[table, tokens.clamp(min=0)].float(), temperature[:, None]
+    # A flagged row without a largest logit gives an id past them all; nobody reads its value.
+    picked = logits[table, tokens.clamp(0, logits.shape[1] - 1)].float()
+    temperature = temperature[:, None]
     raised = (picked - row_max) / temperature.clamp(min=1e-30)
     log_p = raised.double() - row_mass.double().log()
     return torch.where(temperature == 0, 0.0, log_p)

@@ -15,7 +15,7 @@ def raw_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     Args:
         logits: [B, K+1, W] of the model.
         rows: [B, n] int64, the row that each token follows.
-        tokens: [B, n] int64; of -1 anything is given.
+        tokens: [B, n] int64; of ids outside the vocabulary anything is given.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     total = torch.logsumexp(logits.to(dtype), dim=-1).gather(1, rows)
@@ -69,5 +69,5 @@ def split_logprobs(
 
 def _at(values: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     width = values.shape[2]
-    cells = rows * width + tokens.clamp(min=0)
+    cells = rows * width + tokens.clamp(0, width - 1)
     return values.reshape(len(values), -1).gather(1, cells)

@@ -238,3 +238,24 @@ def test_rows_behind_missing_drafts_are_flagged_by_neither(rule: str, parents) -
         with pytest.raises(NumericsError, match=r"requests .'a'."):
             step.commit(plan, step.verify(plan, logits))
     assert results[0] == results[1]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("parents", [None, (-1, -1)])
+@pytest.mark.parametrize("kind", ["processed", "raw"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
+def test_logprobs_of_greedy_rows_without_a_largest_logit(value: float, kind, parents) -> None:
+    """They are refused by request, not by what a look-up past the vocabulary does."""
+    for impl in ("torch", "triton"):
+        step = make_step("token_level", impl)
+        step.add("a", [1, 2, 3], SamplingParams(logprobs=kind))
+        step.add("b", [1, 2, 3], SamplingParams(1.0, seed=1, logprobs=kind))
+        run(step, None)
+        drafts = torch.tensor([[5, 6], [5, 6]])
+        plan = step.plan(
+            DraftProposal(("a", "b"), (2, 2), drafts, None, parents=(parents, parents))
+        )
+        logits = torch.randn(6, scripted.W, generator=torch.Generator().manual_seed(1))
+        logits[0] = value
+        with pytest.raises(NumericsError, match="no finite value for requests"):
+            step.commit(plan, step.verify(plan, logits))
