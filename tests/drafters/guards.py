@@ -14,8 +14,8 @@ import specmla
 from specmla.verify import captured, captured_overlap, draft_graphs
 
 PACKAGE = Path(specmla.__file__).parent
-ROOT = PACKAGE
-"""Whose files are looked at."""
+ROOTS = [PACKAGE]
+"""Whose files are looked at; an environment may lie beside the package."""
 CPU_ONLY = (
     "specmla/cache/latent.py",
     "specmla/cache/rows.py",
@@ -27,9 +27,13 @@ CPU_ONLY = (
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 
 
+def is_ours(path: Path) -> bool:
+    return any(path.is_relative_to(root) for root in ROOTS)
+
+
 def caller() -> str:
     frame = sys._getframe()
-    while (name := frame.f_code.co_filename) == __file__ or not Path(name).is_relative_to(ROOT):
+    while (name := frame.f_code.co_filename) == __file__ or not is_ours(Path(name)):
         frame = frame.f_back
     return str(Path(name).relative_to(PACKAGE.parent))
 

@@ -6,6 +6,8 @@ tests/gpu/test_graphs_drafters_gpu.py.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -203,6 +205,6 @@ def test_the_guards_see_what_reads_back(target, read, guarded, monkeypatch):
         return real(self, out)
 
     monkeypatch.setattr(ModelRounds, "logits", logits)
-    monkeypatch.setattr(guards, "ROOT", guards.PACKAGE.parent)
+    monkeypatch.setattr(guards, "ROOTS", [guards.PACKAGE, Path(__file__).parent])
     with pytest.raises(AssertionError, match="in tests/drafters/test_captured_drafts"):
         loop(target, prompts(2), made(tiny(1, 16, 2)), graphs=True)
