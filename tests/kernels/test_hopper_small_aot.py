@@ -41,3 +41,10 @@ def test_small_form_fits(tmp_path: Path, old: bool) -> None:
     for form in built:
         assert form["shared"] <= SHARED_LIMIT, form
         assert form["stack"] == 0, form
+
+
+def test_the_form_follows_the_rows_of_a_request() -> None:
+    from specmla.kernels.hopper.launch import small_rows
+
+    assert [small_rows(rows, 0) for rows in (1, 16, 17, 32, 33)] == [16, 16, 32, 32, None]
+    assert small_rows(1, 16) is None  # batch-invariant: one form for all
