@@ -1,4 +1,4 @@
-"""The Hopper kernel compiles for sm_90 on both Tritons and fits a multiprocessor."""
+"""The Hopper kernels compile for sm_90 on both Tritons and fit a multiprocessor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-RUNNER = Path(__file__).with_name("hopper_aot_runner.py")
 OLD_TRITON = Path(os.environ.get("SPECMLA_TRITON_3_6", ROOT / ".triton-3.6.0"))
 
 SHARED_LIMIT = 227 * 1024
@@ -24,7 +23,10 @@ heads are no power of two."""
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["installed", "3.6.0"])
-def test_hopper_kernel_fits(tmp_path: Path, old: bool) -> None:
+@pytest.mark.parametrize(
+    ("form", "most_stack"), [("hopper", OTHER_STACK_LIMIT), ("hopper_small", 0)]
+)
+def test_hopper_kernels_fit(tmp_path: Path, form: str, most_stack: int, old: bool) -> None:
     paths = [str(ROOT)]
     if old:
         if not (OLD_TRITON / "triton").is_dir():
@@ -32,9 +34,10 @@ def test_hopper_kernel_fits(tmp_path: Path, old: bool) -> None:
         paths.insert(0, str(OLD_TRITON))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    runner = Path(__file__).with_name(f"{form}_aot_runner.py")
     report = tmp_path / "report.json"
     run = subprocess.run(
-        [sys.executable, str(RUNNER), str(report)],
+        [sys.executable, str(runner), str(report)],
         env=environment,
         capture_output=True,
         text=True,
@@ -42,7 +45,14 @@ def test_hopper_kernel_fits(tmp_path: Path, old: bool) -> None:
     )
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(report.read_text())
-    assert len(found["built"]) >= 5
+    assert len(found["built"]) == {"hopper": 6, "hopper_small": 2}[form]
     for built in found["built"]:
         assert built["shared"] <= SHARED_LIMIT, built
-        assert built["stack"] <= STACK_LIMIT.get(found["triton"], OTHER_STACK_LIMIT), built
+        assert built["stack"] <= STACK_LIMIT.get(found["triton"], most_stack), built
+
+
+def test_the_form_follows_the_rows_of_a_request() -> None:
+    from specmla.kernels.hopper.launch import small_rows
+
+    assert [small_rows(rows, 0) for rows in (1, 16, 17, 32, 33)] == [16, 16, 32, 32, None]
+    assert small_rows(1, 16) is None  # batch-invariant: one form for all
