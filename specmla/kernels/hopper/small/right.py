@@ -30,13 +30,8 @@ from specmla.kernels.hopper.small.softmax import (
     total_sums,
     weigh,
 )
-from specmla.kernels.hopper.small.tiles import (
-    clear_tail,
-    put_half,
-    read_half,
-    write_out,
-    write_part,
-)
+from specmla.kernels.hopper.small.tiles import read_half, write_out, write_part
+from specmla.kernels.hopper.tiles import clear_tail, put_half
 
 
 @gluon.jit

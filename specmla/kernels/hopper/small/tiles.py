@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from specmla.kernels.gluon_api import barrier, view
-from specmla.kernels.hopper.layouts import BLOCK, HALF, NARROW, TILE
+from specmla.kernels.gluon_api import barrier
+from specmla.kernels.hopper.layouts import BLOCK, HALF, NARROW
 
 
 @gluon.jit
@@ -45,29 +44,6 @@ def read_rope(ptr, stride_t, stride_h, piece, H: gl.constexpr, N: gl.constexpr):
     """Read the rope part of a pass's queries."""
     source, _live = query_rows(ptr, stride_t, stride_h, piece, H, N)
     return gl.load(source)
-
-
-@gluon.jit
-def put_half(to, parts):
-    """Store the four parts of a half [N, 256] to shared memory."""
-    for c in gl.static_range(4):
-        to.slice(c * 64, 64, dim=1).store(parts[c])
-
-
-@gluon.jit
-def clear_tail(keys, stage, held, zero):
-    """Zero the rows at or after `held` of a stage's half [64, 256]: a weight of 0 times NaN is NaN.
-
-    A loop, for fewer instructions to fetch: it runs once in a request. `zero` is 0, see `score`.
-    """
-    parts = view(keys, [8, BLOCK, 64], TILE)
-    row = gl.arange(0, BLOCK, gl.SliceLayout(1, NARROW))
-    for c in range(zero, 4):
-        part = parts.index(stage * 4 + c)
-        value = part.load(NARROW)
-        part.store(gl.where((row < held)[:, None], value, gl.zeros_like(value)))
-    fence_async_shared()
-    barrier()
 
 
 @gluon.jit
