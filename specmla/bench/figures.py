@@ -22,7 +22,7 @@ RESULTS = Path(str(files("specmla"))) / "bench" / "results"
 
 def figures() -> str:
     """Give the whole block of the README."""
-    parts = [_verify(), *_grid(), _layer(), _step(), _trees()]
+    parts = [*_grid(), _layer(), _step(), _trees()]
     parts += [
         *decode_figures(_load("h200_decode")),
         _loop(),
@@ -41,40 +41,6 @@ def _load(name: str) -> dict[str, Any]:
 def _table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _verify() -> str:
-    found = _load("h200_verify")
-    env = found["env"]
-    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in found["rows"]:
-        key = (row["batch"], row["heads"], row["mask"], row["page_size"])
-        cases.setdefault(key, {})[row["provider"]] = row
-    rows = []
-    for (batch, heads, mask, page), by in cases.items():
-        packed, single = by["triton"], by.get("rows")
-        rows.append(
-            [
-                f"`{batch}` {mask}" + ("" if page == 64 else f", page {page}"),
-                str(heads),
-                f"{packed['us']:.0f}",
-                f"{single['us']:.0f}" if single else "-",
-                f"{packed['gbps'] / 1000:.2f}",
-                f"{packed['tflops']:.0f}",
-                f"{packed['rel_err']:.1e}",
-                f"{(packed['scratch_bytes'] or 0) / 2**20:.1f}",
-            ]
-        )
-    header = ["batch", "heads", "triton µs", "rows µs", "TB/s", "TFLOP/s", "rel. error", "MiB"]
-    return (
-        f"**Attention**, one {env['gpu']['name']}, {env['date'][:10]}, torch "
-        f"{env['versions']['torch']}, triton {env['versions']['triton']}; bf16, latent 512 + rope "
-        "64. `32q4s8k`: 32 requests, 4 query rows each, 8k cached tokens (`1-8`: cycling through "
-        "1 to 8 rows). Kernel and merge together, CUDA-graph replay, cold L2, medians, checked "
-        "against float64 first. TB/s counts each cache row once; MiB is peak scratch.\n\n"
-        + _table(header, rows)
-        + "\n\n`python -m specmla.bench verify --batch 32q4s8k --heads 16 --impl triton rows`"
-    )
 
 
 def _grid() -> list[str]:

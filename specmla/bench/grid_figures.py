@@ -43,10 +43,12 @@ def _method(found: Comparison, document: Mapping[str, Any]) -> str:
     )
     return (
         f"**`{OURS}` against FlashMLA and FlashAttention-3**, one {gpu}, {env['date'][:10]}, torch "
-        f"{env['versions']['torch']}, triton {env['versions']['triton']}; {len(points)} points, "
-        f"{timed} timed rows, {len(env['runs'])} runs.{runs} At a point all providers are checked "
-        "against float64 on a sample of its requests, then timed in turns in one process: main "
-        "kernel and merge, plan apart, CUDA-graph replay, cold L2, medians. FlashMLA pads ragged "
+        f"{env['versions']['torch']}, triton {env['versions']['triton']}; bf16, latent 512 + rope "
+        "64. `32q4s8k`: 32 requests of 4 rows and 8k cached tokens (`1-8`: 1 to 8 rows in turn). "
+        f"{len(points)} points, {timed} timed rows, {len(env['runs'])} runs.{runs} At a point all "
+        "providers are checked against float64 on a sample of its requests, then timed in turns in "
+        "one process: main kernel and merge, plan apart, CUDA-graph replay, cold L2, medians. "
+        "FlashMLA pads ragged "
         "batches to the longest request and knows no trees and only pages of 64; FA3 knows no "
         f"trees. Ceilings of the same run: copy {found.ceilings.copy_gbps / 1e3:.2f} TB/s, bf16 "
         f"product {found.ceilings.gemm_tflops:.0f} TFLOP/s. Ratios are the better peer's time over "
