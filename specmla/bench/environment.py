@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,18 @@ def collect_env(argv: Sequence[str] = ()) -> dict[str, Any]:
         "cpu": {"count": os.cpu_count(), "name": _cpu_name()},
         "gpu": _gpu(),
     }
+
+
+def place_of(env: Mapping[str, Any]) -> str:
+    """Name the device that a collected environment is about: its GPU, else its CPU."""
+    gpu = env["gpu"]
+    return str(gpu["name"]) if isinstance(gpu, dict) else f"CPU ({env['cpu']['name']})"
+
+
+def command_of(env: Mapping[str, Any]) -> str:
+    """Give the benchmark's command in backticks; absolute paths, which name a machine, as FILE."""
+    words = ["FILE" if os.path.isabs(word) else word for word in env["argv"]]
+    return f"`python -m specmla.bench {' '.join(words)}`"
 
 
 def _version(package: str) -> str | None:

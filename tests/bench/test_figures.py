@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 
+from specmla.bench.__main__ import main
 from specmla.bench.compare_aims import compare_aims
 from specmla.bench.decode_figures import decode_figures
 from specmla.bench.drafter_figures import drafter_figures
-from specmla.bench.figures import RESULTS
+from specmla.bench.figures import RESULTS, figures
+from specmla.config import MLAConfig
+from specmla.models.config import DeepseekConfig
 
 FILES = sorted(RESULTS.glob("*.json"))
 
@@ -92,3 +96,96 @@ def test_aims_of_a_comparison():
     assert "1.5 times plain decoding at T = 0: dspark (greedy)" in text
     assert text.endswith("1.5 times plain decoding at T = 1: none.")
     assert "tree" not in compare_aims({"rows": rows, "gains": []})
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_what_has_not_been_measured_is_left_out(path, tmp_path):
+    whole = figures()
+    for other in FILES:
+        if other != path:
+            shutil.copy(other, tmp_path)
+    fewer = figures(tmp_path)
+    assert len(fewer) < len(whole)
+    kept = set(whole.splitlines())
+    # The host time of a step is one paragraph of two files.
+    assert path.stem == "h200_step" or kept >= set(fewer.splitlines())
+
+
+def test_without_results_there_are_no_figures(tmp_path):
+    assert figures(tmp_path) == ""
+
+
+def test_prompts_of_the_command_are_shown(tmp_path):
+    """Of a run on a CPU, where no peak is known; then with times and peaks put in."""
+    file = tmp_path / "h200_prefill.json"
+    words = "prefill --contexts 20 64 200 --workspace 32 --rows 16 --kernel 2q40s40 --heads 2"
+    words += " --rank 32 --nope 16 --rope 16 --value 24 --page-size 16 --reps 1 --device cpu"
+    words += " --providers reference sdpa fa3"
+    assert main([*words.split(), "--json", str(file)]) == 0
+    assert "Peak of full chunks over the contexts: not measured." in figures(tmp_path)
+    found = json.loads(file.read_text())
+    for row in found["rows"]:
+        if row.get("form") == "chunks":
+            row |= {"us": 1500.0, "ratio": 1.05, "peak_bytes": (64 + (row["context"] > 64)) << 20}
+        elif row.get("form") == "one pass":
+            row |= {"us": 2000.0, "peak_bytes": row["context"] << 20}
+        elif row["provider"] == "reference":
+            row |= {"provider": "triton", "us": 50.0, "tflops": 40.4, "of_best": 0.6}
+    found["rows"][-4] |= {"us": None, "peak_bytes": None, "ratio": None}
+    file.write_text(json.dumps(found))
+    text = figures(tmp_path)
+    assert "| 64 | 2.00 | 1.50 (1.05) | 64 | 64 |" in text
+    assert "| 200 | 2.00 | no room | 200 | - |" in text
+    assert "chunks of 32: 64 to 64 MiB from 64 to 64 tokens" in text
+    assert "5 % slower than one pass (the aim): reached (most 1.05 times, chunks of 32" in text
+    assert "40 (50)" in text
+    assert "refused" in text
+    assert "60 % of the best one's rate or more (the aim): reached (least 60 %, `2q40s40`)" in text
+    assert "`python -m specmla.bench prefill --contexts 20 64 200" in text
+    for row in found["rows"]:
+        row |= {"ratio": 1.06} if row.get("ratio") else {}
+        row |= {"of_best": 0.59} if row.get("of_best") else {}
+    file.write_text(json.dumps(found))
+    text = figures(tmp_path)
+    assert "(the aim): reached" not in text
+    assert text.count("(the aim): not reached") == 2
+
+
+def test_steps_of_a_model_are_shown_by_batch_and_drafts(tmp_path):
+    config = MLAConfig(48, 4, 32, 16, 16, 24)
+    where = tmp_path / "config.json"
+    where.write_text(json.dumps(DeepseekConfig(config, 2, 61, 64, 256).to_hf()))
+    file = tmp_path / "results" / "h200_step_model.json"
+    file.parent.mkdir()
+    words = f"step --config {where} --layers 1 --acceptance 0.9,0.5 --batches 1 3 --context 20"
+    words += f" --reps 1 --page-size 4 --device cpu --json {file}"
+    assert main(words.split()) == 0
+    found = json.loads(file.read_text())
+    text = figures(file.parent)
+    assert "**Whole steps**, one CPU" in text
+    assert "| batch | K = 0 | K = 1 | K = 2 | best K | break-even K |" in text
+    assert "if all before it do: 0.9, 0.5; a draft costs 0 µs" in text
+    assert "bench step --config FILE --layers 1" in text
+    assert str(tmp_path) not in text
+    for batch, summary in zip((1, 3), found["summaries"], strict=True):
+        rows = [r for r in found["rows"] if r["requests"] == batch]
+        cells = [f"{r['tokens_per_s']:.0f} ({r['eager_us']:.0f})" for r in rows]
+        ends = [str(summary["best_drafts"]), str(summary["break_even_drafts"])]
+        assert f"| {' | '.join([str(batch), *cells, *ends])} |" in text
+    for row in found["rows"]:
+        row["captured_us"] = 7.0
+    file.write_text(json.dumps(found))
+    text = figures(file.parent)
+    assert "**Whole steps, captured**" in text
+    assert text.count("(7)") == 6
+
+
+def test_variants_of_a_layer_stand_behind_the_plain_one(tmp_path):
+    for name in ("h200_layer", "h200_layer_invariant", "h200_layer_codes"):
+        shutil.copy(RESULTS / "h200_layer.json", tmp_path / f"{name}.json")
+    text = figures(tmp_path)
+    assert text.count("| `1q4s8k` captured |") == 3
+    assert "The same layer batch-invariant" in text
+    assert text.endswith("`python -m specmla.bench layer --codes`")
+    (tmp_path / "h200_layer.json").unlink()
+    assert figures(tmp_path) == "", "a variant is not shown without what it is compared with"
