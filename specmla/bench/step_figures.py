@@ -16,8 +16,8 @@ def step_figures(found: Mapping[str, Any]) -> list[str]:
     intro = (
         f"**Whole steps{', captured' if graphs else ''}**, one {place_of(env)}, "
         f"{env['date'][:10]}, {most['dtype']}: {most['layers']} layers {config['hidden_size']} "
-        f"wide with {most['heads']} heads ({env['mlp']}), random weights, {most['context']} cached tokens a "
-        f"request, backend {most['backend']}. Chances that a draft stands if all before it do: "
+        f"wide with {most['heads']} heads ({env['mlp']}), random weights, "
+        f"{most['context']} cached tokens a request, backend {most['backend']}. Chances that a draft stands if all before it do: "
         f"{', '.join(f'{rate:g}' for rate in most['acceptance'])}; a draft costs "
         f"{most['draft_us']:g} µs. In a cell: tokens/s (µs of a step). Break-even: the most drafts "
         "that are no slower than none."
