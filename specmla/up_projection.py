@@ -40,11 +40,21 @@ class UpProjection(Linear):
         return torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
 
     def lift(self, latent: Tensor) -> Tensor:
-        """Turn attended latents `[T, H, C]` into values `[T, H * V]`."""
+        """Turn attended latents `[T, H, C]` into values `[T, H * V]`.
+
+        Without gradients the product goes to its place at once, head by head between the others,
+        which saves a copy of the values. Graph compilers take no such output.
+        """
         _, w_uv_t = self.absorbed_weights()
         if self.batch_invariant:
             return multiply_heads(latent, w_uv_t).flatten(1)
-        return torch.bmm(latent.transpose(0, 1), w_uv_t).transpose(0, 1).flatten(1)
+        by_head = latent.transpose(0, 1)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return torch.bmm(by_head, w_uv_t).transpose(0, 1).flatten(1)
+        heads, _, width = w_uv_t.shape
+        values = latent.new_empty(len(latent), heads, width)
+        torch.bmm(by_head, w_uv_t, out=values.transpose(0, 1))
+        return values.flatten(1)
 
     def expand(self, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Up-project [..., C] and [..., R] to keys [..., H, P + R] and values [..., H, V]."""
