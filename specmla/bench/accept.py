@@ -6,71 +6,30 @@ distributions, once at the bandwidth of a copy that is measured on the same devi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specmla.bench.report import REFUSED, TIMED, WRONG
+from specmla.bench.accept_forms import AcceptOptions, Data, Form, make_batch, make_data
+from specmla.bench.report import FAILED, REFUSED, TIMED, WRONG
 from specmla.bench.timing import num_copies, time_calls
 from specmla.errors import SpecMLAError
-from specmla.verify.accept import decide, find_rule, step_numbers
+from specmla.verify.accept import decide, find_rule, greedy, step_numbers
 from specmla.verify.fused import check_impl
-from specmla.verify.sampling import SamplingBatch, SamplingParams, processed_probs
+from specmla.verify.sampling import SamplingBatch, processed_probs, row_top
+from specmla.verify.tree_judge import TreeStep, decide_trees
+from specmla.verify.tree_rules import follow
 
-SAMPLINGS = {
-    "plain": SamplingParams(1.0),
-    "min-p": SamplingParams(1.0, min_p=0.02),
-    "top-k": SamplingParams(1.0, 50),
-    "top-p": SamplingParams(1.0, 0, 0.9),
-    "top-k+top-p": SamplingParams(1.0, 50, 0.9),
-}
-"""Sampling parameters that are timed, the same for all requests of a step."""
-
-AIMS = {"plain": 2.0}
-"""Times the read time; 5 for what is not listed."""
+AIMS = {"greedy": 2.0, "plain": 2.0}
+"""Times the read time, of chains; 5 for what is not listed."""
 
 PROVIDERS = ("triton", "torch", "sort")
 COPY_BYTES = 2**30
 MOST_DIFFERING = 1
 """Requests of a step that may differ from the rule in torch: numbers on a border."""
-
-
-@dataclass(frozen=True)
-class AcceptOptions:
-    """What all rows of a run share.
-
-    Attributes:
-        requests, drafts, vocab: B, K and W.
-        spread: standard deviation of the normal logits.
-        dtype: of the logits; q is float32.
-        device: where it runs.
-        reps: timed repetitions.
-        seed: of the data.
-    """
-
-    requests: int
-    drafts: int
-    vocab: int
-    spread: float
-    dtype: torch.dtype
-    device: torch.device
-    reps: int
-    seed: int = 0
-
-
-class Data(NamedTuple):
-    """One copy of a step's inputs."""
-
-    logits: Tensor
-    table: Tensor
-    drafts: Tensor
-    q: Tensor | None
-    positions: Tensor
 
 
 def copy_bandwidth(options: AcceptOptions) -> float:
@@ -82,51 +41,30 @@ def copy_bandwidth(options: AcceptOptions) -> float:
     return 2 * size / (timing.us * 1e-6)
 
 
-def make_data(options: AcceptOptions, dense: bool, seed: int) -> Data:
-    """Draw logits, and drafts from a q that lies near p."""
-    b, k, width, device = options.requests, options.drafts, options.vocab, options.device
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    logits = (normal(b, k + 1, width) * options.spread).to(options.dtype)
-    q = torch.softmax(logits[:, :k].float() + normal(b, k, width) / 2, -1)
-    drafts = torch.zeros(b, k, dtype=torch.int64, device=device)
-    if k:
-        drafts = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(b, k)
-    table = torch.arange(b * (k + 1), device=device).view(b, k + 1)
-    positions = torch.arange(b, device=device) * 13 + 100
-    return Data(logits.flatten(0, 1), table, drafts, q if dense else None, positions)
-
-
-def measure(
-    rule: str, sampling: str, dense: bool, options: AcceptOptions, bandwidth: float
-) -> Iterator[dict[str, Any]]:
+def measure(form: Form, options: AcceptOptions, bandwidth: float) -> Iterator[dict[str, Any]]:
     """Give one row for each provider."""
-    params = [dataclasses.replace(SAMPLINGS[sampling], seed=i) for i in range(options.requests)]
-    batch = SamplingBatch.build(params, options.device)
-    first = make_data(options, dense, options.seed)
-    size = first.logits.nbytes + (0 if first.q is None else first.q.nbytes)
-    more = range(1, num_copies(size, options.device))
-    copies = [first, *(make_data(options, dense, options.seed + i) for i in more)]
-    read_us = 1e6 * size / bandwidth
+    batch = make_batch(form, options)
+    first = make_data(form, options, options.seed)
+    more = range(1, num_copies(first.nbytes, options.device))
+    copies = [first, *(make_data(form, options, options.seed + i) for i in more)]
+    read_us = 1e6 * first.nbytes / bandwidth
     shared: dict[str, Any] = {
-        "rule": rule,
-        "sampling": sampling,
-        "q": "dense" if dense else "one-hot",
+        "shape": form.shape,
+        "rule": form.rule,
+        "sampling": form.sampling,
+        "q": form.q,
         "requests": options.requests,
-        "drafts": options.drafts,
+        "drafts": first.drafts.shape[1],
         "vocab": options.vocab,
         "spread": options.spread,
         "dtype": str(options.dtype).removeprefix("torch."),
         "device": options.device.type,
-        "bytes": size,
+        "bytes": first.nbytes,
         "read_us": read_us,
-        "aim": AIMS.get(sampling, 5.0),
+        "aim": AIMS.get(form.sampling, 5.0) if form.shape == "chain" else None,
     }
     for provider in PROVIDERS:
-        yield shared | _row(provider, rule, batch, copies, options, read_us)
+        yield shared | _row(provider, form.rule, batch, copies, options, read_us)
 
 
 def _row(
@@ -137,41 +75,59 @@ def _row(
     options: AcceptOptions,
     read_us: float,
 ) -> dict[str, Any]:
-    empty = {"provider": provider, "us": None, "us_p10": None, "us_p90": None, "times_read": None}
-    call = {"triton": _fused, "torch": _pure, "sort": _sorted}[provider]
+    row = {"provider": provider, "us": None, "us_p10": None, "us_p90": None, "times_read": None}
+    call = {"triton": fused, "torch": _pure, "sort": _sorted}[provider]
     run = partial(call, rule, batch)
-    if provider == "triton":
-        try:
+    try:
+        if provider == "triton":
             check_impl("triton", find_rule(rule), options.device)
-        except SpecMLAError as error:
-            return empty | {"status": REFUSED, "reason": str(error)}
-        differing = int((run(copies[0]) != _pure(rule, batch, copies[0])).any(1).sum())
-        if differing > MOST_DIFFERING:
-            reason = f"{differing} of {options.requests} requests differ from the rule in torch"
-            return empty | {"status": WRONG, "reason": reason}
-    timing = time_calls([partial(run, data) for data in copies], options.device, reps=options.reps)
+            differing = int((run(copies[0]) != _pure(rule, batch, copies[0])).any(1).sum())
+            if differing > MOST_DIFFERING:
+                reason = f"{differing} of {options.requests} requests differ from the rule in torch"
+                return row | {"status": WRONG, "reason": reason}
+        timing = time_calls(
+            [partial(run, data) for data in copies],
+            options.device,
+            reps=options.reps,
+            limit_s=options.row_seconds,
+        )
+    except SpecMLAError as error:
+        return row | {"status": REFUSED, "reason": str(error)}
+    except RuntimeError as error:  # the others are measured all the same
+        return row | {"status": FAILED, "reason": f"{type(error).__name__}: {error}"}
     figures = {**timing._asdict(), "times_read": timing.us / read_us}
-    return {"provider": provider, **figures, "status": TIMED, "reason": None}
+    return row | figures | {"status": TIMED, "reason": None}
 
 
-def _fused(rule: str, batch: SamplingBatch, data: Data) -> Tensor:
-    """Emitted tokens by the kernels."""
+def fused(rule: str, batch: SamplingBatch, data: Data) -> Tensor:
+    """Give the emitted tokens [B, K + 1] by the kernels."""
     from specmla.kernels.accept import AcceptInputs, Filters, fused_accept
+    from specmla.kernels.accept_tree import fused_accept_tree
 
     inputs = AcceptInputs(data.logits, data.table, data.drafts, data.q, batch.seeds, data.positions)
     min_p = batch.top_p if batch.min_p is None else batch.min_p
     if batch.any_filter and batch.min_p is None:
         min_p = torch.zeros_like(batch.top_p)
     filters = Filters(batch.temperature, batch.top_k, batch.top_p, min_p, batch.any_filter)
-    return fused_accept(inputs, filters, rule).packed[:, :-3]
+    if data.tree is None:
+        return fused_accept(inputs, filters, rule).packed[:, :-3]
+    shape = (data.tree.parents, data.tree.ranks, data.tree.depths)
+    return fused_accept_tree(inputs, filters, shape, rule).tokens
 
 
 def _pure(rule: str, batch: SamplingBatch, data: Data) -> Tensor:
-    """Emitted tokens by the rule in torch."""
-    rows = data.logits.view(*data.table.shape, -1)
-    terms = find_rule(rule)(processed_probs(rows, batch).probs, data.drafts, data.q)
-    u = step_numbers(terms.ending, batch.seeds, data.positions, data.drafts.shape[1])
-    return decide(terms, data.drafts, u.accept, u.correction).tokens
+    """Emitted tokens by the rule in torch, as a step decides them."""
+    rows, drafts = data.logits.view(*data.table.shape, -1), data.drafts
+    if batch.all_greedy:
+        top = row_top(rows).token
+        return (greedy(top, drafts) if data.tree is None else follow(top, drafts, data.tree)[0])[2]
+    probs = processed_probs(rows, batch).probs
+    if data.tree is not None:
+        step = TreeStep(data.tree, probs, drafts, data.q)
+        return decide_trees(find_rule(rule), step, batch.seeds, data.positions)[0].tokens
+    terms = find_rule(rule)(probs, drafts, data.q)
+    u = step_numbers(terms.ending, batch.seeds, data.positions, drafts.shape[1])
+    return decide(terms, drafts, u.accept, u.correction).tokens
 
 
 def _sorted(rule: str, batch: SamplingBatch, data: Data) -> Tensor:
@@ -185,13 +141,15 @@ def accept_lines(rows: Sequence[dict[str, Any]], bandwidth: float) -> str:
     lines = [
         f"copy bandwidth {bandwidth / 1e12:.3f} TB/s; x read: times the time of reading logits "
         "and q once at that bandwidth",
-        f"{'rule':12} {'sampling':12} {'q':7} {'spread':>6} {'provider':8} {'us':>10} "
+        f"{'shape':5} {'rule':12} {'sampling':12} {'q':7} {'spread':>6} {'provider':8} {'us':>10} "
         f"{'x read':>7} {'aim':>4}",
     ]
     for r in rows:
-        head = f"{r['rule']:12} {r['sampling']:12} {r['q']:7} {r['spread']:6.1f} {r['provider']:8}"
+        head = f"{r['shape']:5} {r['rule']:12} {r['sampling']:12} {r['q']:7} {r['spread']:6.1f} "
+        head += f"{r['provider']:8}"
         if r["status"] == TIMED:
-            lines.append(f"{head} {r['us']:10.2f} {r['times_read']:7.2f} {r['aim']:4.0f}")
+            aim = "-" if r["aim"] is None else f"{r['aim']:.0f}"
+            lines.append(f"{head} {r['us']:10.2f} {r['times_read']:7.2f} {aim:>4}")
         else:
             lines.append(f"{head} {r['status']}: {r['reason']}")
     return "\n".join(lines)

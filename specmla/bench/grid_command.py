@@ -6,8 +6,7 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,10 @@ from specmla.bench.report import FAILED, WRONG, GridRow
 from specmla.bench.targets import target_table
 from specmla.bench.timing import method
 from specmla.bench.verify import check_batch
+from specmla.bench.within_budget import within_budget
 from specmla.bench.workload import COLD_FACTOR, GridOptions, make_pool
 from specmla.errors import ArgumentError
 from specmla.mask import DraftMask
-
-FIRST_POINT_S = 20.0
-"""What a point may cost before one was measured: kernels are compiled."""
-SLACK = 1.5
-RECENT = 8
 
 
 def add_grid(commands: Any) -> None:
@@ -96,19 +91,6 @@ class Run:
         except RuntimeError as error:
             rows = failed_point(point, here, self.options, error)
         return [dataclasses.replace(row, run=self.number) for row in rows]
-
-
-def within_budget(
-    points: Sequence[Point], budget_s: float, clock: Callable[[], float], start: float
-) -> Iterator[Point]:
-    """Give points while the longest of the last few would still fit into the budget."""
-    recent = deque([FIRST_POINT_S], maxlen=RECENT)
-    for point in points:
-        before = clock()
-        if before - start + SLACK * max(recent) > budget_s:
-            return
-        yield point
-        recent.append(clock() - before)
 
 
 def _grid(args: argparse.Namespace, words: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ the gap between two replays is shared by the calls of one. On a CPU calls are ti
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ COLD_FACTOR = 5
 MIN_CALLS = 8
 MAX_COPIES = 512
 WARM_UP_S = 0.2
+# Repetitions of a call that is too slow for all that were asked for.
+LEAST_REPS = 5
 
 
 class Timing(NamedTuple):
@@ -50,19 +53,26 @@ def method(device: torch.device, factor: int = COLD_FACTOR) -> str:
     )
 
 
-def time_calls(calls: Sequence[Callable[[], object]], device: torch.device, *, reps: int) -> Timing:
+def time_calls(
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    *,
+    reps: int,
+    limit_s: float = math.inf,
+) -> Timing:
     """Time the mean call of a pass over `calls`, `reps` times.
 
     Args:
         calls: the same work on different copies of the data.
         device: where they run.
         reps: passes that are timed, after a warm-up.
+        limit_s: fewer passes are timed if all would take longer, but `LEAST_REPS` at least.
     """
     if device.type != "cuda":
-        return summary(_wall_times(calls, reps))
+        return summary(_wall_times(calls, reps, limit_s))
     with torch.cuda.device(device):
         many = [*calls] * -(-MIN_CALLS // len(calls))
-        return summary(_replay_times(capture(many), reps, len(many)))
+        return summary(_replay_times(capture(many), reps, len(many), limit_s))
 
 
 def host_us(call: Callable[[], object], device: torch.device, *, reps: int) -> float:
@@ -83,12 +93,15 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _wall_times(calls: Sequence[Callable[[], object]], reps: int) -> list[float]:
+def _wall_times(calls: Sequence[Callable[[], object]], reps: int, limit_s: float) -> list[float]:
     for call in calls:
         call()
-    times = []
-    for _ in range(reps):
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < reps:
         start = time.perf_counter()
+        if len(times) >= LEAST_REPS and start - begin > limit_s:
+            break
         for call in calls:
             call()
         times.append(1e6 * (time.perf_counter() - start) / len(calls))
@@ -124,12 +137,17 @@ def _graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _replay_times(graph: torch.cuda.CUDAGraph, reps: int, calls: int) -> list[float]:
+def _replay_times(
+    graph: torch.cuda.CUDAGraph, reps: int, calls: int, limit_s: float
+) -> list[float]:
     # By time, not by count: clocks rise with load.
-    start = time.perf_counter()
-    while time.perf_counter() - start < WARM_UP_S:
+    start, replays = time.perf_counter(), 0
+    while (took := time.perf_counter() - start) < WARM_UP_S:
         graph.replay()
         torch.cuda.synchronize()
+        replays += 1
+    if reps * took / replays > limit_s:
+        reps = min(reps, max(LEAST_REPS, int(limit_s * replays / took)))
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(reps + 1)]
     # All replays are queued before the first is awaited: the device never waits for the host.
     marks[0].record()

@@ -12,10 +12,10 @@ from specmla.backends.base import AttentionOutput
 from specmla.backends.reference import ReferenceBackend
 from specmla.bench import __main__ as command
 from specmla.bench import grid_command
-from specmla.bench.grid_command import within_budget
 from specmla.bench.ledger import Ledger
 from specmla.bench.points import Point
 from specmla.bench.provider import BackendProvider, Provider, get_provider
+from specmla.bench.within_budget import within_budget
 from specmla.errors import ArgumentError
 
 SHAPE = ["--heads", "2", "--rank", "32", "--rope", "16", "--page-size", "16", "--device", "cpu"]

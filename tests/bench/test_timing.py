@@ -59,6 +59,21 @@ def test_cpu_runs_each_call_once_a_repetition_after_a_warm_up() -> None:
     assert count == [8, 8]
 
 
+def test_slow_calls_are_timed_fewer_times(clock: Clock) -> None:
+    """The warm-up does not count; what fits is timed, and five passes at least."""
+    counts = []
+    for limit_s in (1.0, 0.0071, 0.0):
+        calls = [0]
+
+        def call(calls: list[int] = calls) -> None:
+            calls[0] += 1
+            clock.now += 1e-3
+
+        time_calls([call], CPU, reps=50, limit_s=limit_s)
+        counts.append(calls[0] - 1)
+    assert counts == [50, 8, 5]
+
+
 def test_host_time_leaves_the_first_call_out(clock: Clock) -> None:
     assert host_us(clock.takes(50_000.0, 3.0, 1.0, 2.0), CPU, reps=3) == pytest.approx(2.0)
 
