@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 
+import torch
+
 from specmla.bench.accept import fused
 from specmla.bench.accept_forms import AcceptOptions, Form, make_batch, make_data
 from specmla.errors import SpecMLAError
@@ -19,8 +21,6 @@ def warm_forms(forms: Sequence[Form], options: AcceptOptions) -> None:
     for form in forms:
         fused(form.rule, make_batch(form, options), make_data(form, options, options.seed))
     if options.device.type == "cuda":
-        import torch
-
         torch.cuda.synchronize(options.device)
 
 

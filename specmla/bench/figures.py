@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from specmla.bench.accept_figures import accept_figures
 from specmla.bench.compare_figures import compare_figures
 from specmla.bench.decode_figures import decode_figures
 from specmla.bench.drafter_figures import drafter_figures
@@ -75,12 +76,14 @@ def _trees(found: dict[str, Any], others: Results) -> list[str]:
     rows = [
         [row["part"], f"{row['us']:.0f}", f"{row['times_read_once']:.1f}"] for row in found["rows"]
     ]
+    fused = {row["shape"] for row in others.get("h200_accept", {"rows": []})["rows"]}
+    is_there = "tree" in fused or any("fused" in row["part"] for row in found["rows"])
+    late = "" if is_there else ' The fused kernels (`acceptance="triton"`) have not been timed yet.'
     return [
         "**Deciding about trees** of 16 nodes, 32 requests, 129,280 ids, bf16, by the rules in "
         f"torch, one {found['env']['gpu']['name']}, {found['env']['date'][:10]}; beside the time "
-        "of reading the logits once at copy bandwidth. `move` brings accepted rows to the front in "
-        "61 layers. "
-        'The fused kernels (`acceptance="triton"`) have not been timed yet.\n\n'
+        "of reading logits and q once at copy bandwidth. `move` brings accepted rows to the front "
+        f"in 61 layers.{late}\n\n"
         + _table(["part", "µs", "times reading once"], rows)
         + "\n\n`python -m specmla.bench trees`"
     ]
@@ -147,6 +150,7 @@ SECTIONS: tuple[tuple[str, Make], ...] = (
     ("h200_prefill", lambda found, others: prefill_figures(found)),
     ("cpu_step", _step),
     ("h200_step_model", lambda found, others: step_figures(found)),
+    ("h200_accept", lambda found, others: accept_figures(found)),
     ("h200_trees", _trees),
     ("h200_decode", lambda found, others: decode_figures(found)),
     ("pair_cpu", _loop),

@@ -189,3 +189,42 @@ def test_variants_of_a_layer_stand_behind_the_plain_one(tmp_path):
     assert text.endswith("`python -m specmla.bench layer --codes`")
     (tmp_path / "h200_layer.json").unlink()
     assert figures(tmp_path) == "", "a variant is not shown without what it is compared with"
+
+
+def test_deciding_is_shown_by_form_and_judged_by_its_aims(tmp_path):
+    file = tmp_path / "results" / "h200_accept.json"
+    file.parent.mkdir()
+    words = "accept --rule token_level block --sampling greedy plain --q one-hot --requests 2 "
+    words += f"--vocab 40 --reps 1 --device cpu --nodes 3 --json {file}"
+    assert main(words.split()) == 0
+    found = json.loads(file.read_text())
+    kernels = [r for r in found["rows"] if r["provider"] == "triton"]
+    for i, row in enumerate(kernels):
+        row |= {"us": 3.0 + i, "times_read": 1.9 if i else 2.1, "status": "timed", "reason": None}
+    for row in found["rows"]:
+        if row["provider"] == "torch":
+            row["us"] = 3.5
+    found["rows"] = [r for r in found["rows"] if r["provider"] != "sort" or r["shape"] == "chain"]
+    file.write_text(json.dumps(found))
+    text = figures(file.parent)
+    assert "2 requests, 40 ids, chains of 4 drafts and trees of 3 drafts, float32 logits" in text
+    assert "| chain | token_level | greedy | one-hot |" in text
+    assert "| 3 | 2.1 | 2 | 4 |" in text, "half a microsecond is rounded to even"
+    (tree,) = [line for line in text.splitlines() if line.startswith("| tree | token_level | pl")]
+    assert tree.endswith("| - | - |"), "no sort was timed"
+    assert tree.count("| - |") == 2, "trees have no aim"
+    assert "2 of 3 forms of chains; not for chain token_level greedy one-hot (2.1)." in text
+    assert "Slower than torch: chain token_level plain one-hot, tree" in text
+    assert "not measured" not in text
+    assert "`python -m specmla.bench accept --rule token_level block" in text
+    assert str(tmp_path) not in text
+    shutil.copy(RESULTS / "h200_trees.json", file.parent)
+    assert "have not been timed yet" not in figures(file.parent)
+    found["forms_left"] = 4
+    found["rows"] = [r for r in found["rows"] if r["shape"] == "chain"]
+    found["rows"][0] |= {"status": "wrong", "us": None, "reason": "2 of 2"}
+    file.write_text(json.dumps(found))
+    text = figures(file.parent)
+    assert "4 forms more were not measured" in text
+    assert "Wrong: chain token_level greedy one-hot." in text
+    assert "have not been timed yet" in text
