@@ -4,6 +4,7 @@ from specmla.backends.base import (
     AttentionBackend,
     AttentionOutput,
     Capabilities,
+    GraphSupport,
     Requirements,
 )
 from specmla.backends.fixed_heads import FixedHeads
@@ -137,6 +138,7 @@ __all__ = [
     "FixedHeads",
     "Fp8Query",
     "Gate",
+    "GraphSupport",
     "HiddenRows",
     "HistoryBudget",
     "IntegrityError",

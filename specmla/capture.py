@@ -17,6 +17,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from specmla.backends.base import GraphSupport
 from specmla.bucket import Bucket
 from specmla.builder import MetadataBuilder
 from specmla.capture_buffers import CaptureBuffers
@@ -65,6 +66,13 @@ class CapturedMetadata:
         if bucket.ragged and has.query_len_support is QueryLenSupport.UNIFORM:
             reasons.append(
                 f"ragged is True; backend {has.name!r} is UNIFORM and accepts ragged=False"
+            )
+        if has.graphs is GraphSupport.NEVER:
+            reasons.append(f"backend {has.name!r} declares graphs 'never', accepted is another")
+        elif bucket.ragged and not has.graphs.covers(GraphSupport.RAGGED) and not reasons:
+            reasons.append(
+                f"ragged is True; backend {has.name!r} declares graphs {has.graphs.value!r} and "
+                "accepts ragged=False"
             )
         if mask not in has.masks:
             served = sorted(m.value for m in has.masks)

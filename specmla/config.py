@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specmla.errors import ArgumentError, require
+from specmla.score_forms import config_problems
 
 MAX_SIZE = 2**31 - 1
 """Largest count or size of a model; tables hold them in int32."""
@@ -167,9 +168,7 @@ class MLAConfig:
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | object) -> MLAConfig:
-        """Read a `config.json` dict or a transformers config object.
-
-        The rotary settings may be `rope_theta` with `rope_scaling`, or `rope_parameters`.
+        """Read a `config.json` dict or a transformers config object, of any age (`read_rope`).
 
         Raises:
             ArgumentError: a dimension is missing, or a value can't be served; all are listed.
@@ -177,8 +176,8 @@ class MLAConfig:
         same = ("hidden_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         names = {name: name for name in same} | {"num_attention_heads": "num_heads"}
         dims = {ours: read_field(source, theirs) for theirs, ours in names.items()}
-        missing = [theirs for theirs, ours in names.items() if dims[ours] is None]
-        require([f"{name} is missing" for name in missing], "MLAConfig.from_hf")
+        missing = [f"{theirs} is missing" for theirs, ours in names.items() if dims[ours] is None]
+        require(missing + config_problems(source), "MLAConfig.from_hf")
         theta, scaling = read_rope(source, "MLAConfig.from_hf")
         return cls(
             **dims,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specmla.backends.capabilities import Capabilities as Capabilities
+from specmla.backends.capabilities import GraphSupport as GraphSupport
+from specmla.backends.capabilities import form_problems, size_problems
 from specmla.backends.format_reasons import form_reasons, format_reasons, name_reasons
 from specmla.backends.requirements import Requirements as Requirements
 from specmla.backends.running import PromptFolding
@@ -17,9 +19,8 @@ from specmla.buffers import Buffer
 from specmla.cache.formats.base import CacheFormat
 from specmla.cache.formats.plain import quantised
 from specmla.errors import UnsupportedError
-from specmla.mask import DraftMask
+from specmla.kernels.launch import describe_device
 from specmla.metadata import PrefillPart, VerifyPart
-from specmla.query import QueryLenSupport
 from specmla.query_form import Fp8Query
 
 
@@ -30,48 +31,6 @@ class AttentionOutput(NamedTuple):
 
     out: Tensor
     lse: Tensor
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a backend serves; the support table of the README is printed from these.
-
-    Attributes:
-        name: the word that selects it.
-        query_len_support: rows a request may bring to one call. A SINGLE_ONLY backend serves a
-            verify through the row tables of the metadata.
-        masks: relations among the new rows that it computes.
-        dtypes: of query and cache (the same for both).
-        device_types: torch device types; the first is its home, where it is preferred.
-        page_size_multiple: page sizes are multiples of this.
-        ranks: accepted kv_lora_rank values, or None for any.
-        rope_dims: accepted qk_rope_head_dim values, or None for any.
-        min_capability: least CUDA compute capability, or None.
-        priority: higher is preferred by `select_backend`.
-        batch_invariant: the constructor takes it, and then a row's bits depend on its own query and
-            keys alone.
-        formats: quantised cache formats that the constructor takes, by name, beside plain rows.
-        fp8_query: those of them with which it takes a `query_form` too.
-        reorder_batch_threshold: most rows of an extend that the absorbed path serves faster than
-            up-projection; `BatchRules` raises it to the rows of a verify.
-        summary: one line for people.
-    """
-
-    name: str
-    query_len_support: QueryLenSupport
-    masks: frozenset[DraftMask]
-    dtypes: tuple[torch.dtype, ...]
-    device_types: tuple[str, ...]
-    page_size_multiple: int = 1
-    ranks: tuple[int, ...] | None = None
-    rope_dims: tuple[int, ...] | None = None
-    min_capability: tuple[int, int] | None = None
-    priority: int = 0
-    batch_invariant: bool = False
-    formats: tuple[str, ...] = ()
-    fp8_query: tuple[str, ...] = ()
-    reorder_batch_threshold: int = 1
-    summary: str = ""
 
 
 class AttentionBackend(PromptFolding, abc.ABC):
@@ -99,21 +58,8 @@ class AttentionBackend(PromptFolding, abc.ABC):
 
     def declared_problems(self, need: Requirements) -> list[str]:
         """List the reasons that hold on any machine: what `capabilities` do not declare."""
-        has, found = self.capabilities, []
-        if need.dtype not in has.dtypes:
-            found.append(f"dtype is {need.dtype}, accepted are {[str(d) for d in has.dtypes]}")
-        if need.num_heads < 1:
-            found.append(f"num_heads is {need.num_heads}, accepted are values >= 1")
-        if need.page_size < 1 or need.page_size % has.page_size_multiple:
-            found.append(
-                f"page_size is {need.page_size}, accepted are multiples of {has.page_size_multiple}"
-            )
-        for label, got, accepted in (
-            ("kv_lora_rank", need.kv_lora_rank, has.ranks),
-            ("qk_rope_head_dim", need.qk_rope_head_dim, has.rope_dims),
-        ):
-            if accepted is not None and got not in accepted:
-                found.append(f"{label} is {got}, accepted are {list(accepted)}")
+        has = self.capabilities
+        found = size_problems(has, need)
         if need.batch_invariant and not self.batch_invariant:
             way = (
                 "one built with batch_invariant=True" if has.batch_invariant else "another backend"
@@ -124,27 +70,20 @@ class AttentionBackend(PromptFolding, abc.ABC):
             found += form_reasons(need.query_form, need.format, has.fp8_query) or [
                 f"query_form is {need.query_form}, accepted by this one is {self.query_form}"
             ]
-        missing = sorted(m.value for m in need.masks - has.masks)
-        if missing:
-            served = sorted(m.value for m in has.masks)
-            found.append(f"masks {missing} are not served, accepted are {served}")
-        wide = [QueryLenSupport.SINGLE_ONLY, QueryLenSupport.UNIFORM, QueryLenSupport.VARLEN]
-        adapter = has.query_len_support is QueryLenSupport.SINGLE_ONLY  # rows serve any shape
-        if not adapter and wide.index(need.query_len_support) > wide.index(has.query_len_support):
-            found.append(
-                f"query_len_support {need.query_len_support.value!r} is needed, "
-                f"{has.query_len_support.value!r} is served"
-            )
-        return found
+        return found + form_problems(has, need)
 
     def _capability_problems(self, device: torch.device) -> list[str]:
-        least = self.capabilities.min_capability
-        if least is None or device.type != "cuda" or not torch.cuda.is_available():
+        has = self.capabilities
+        if device.type != "cuda" or not torch.cuda.is_available():
             return []
-        got = torch.cuda.get_device_capability(device)
-        if got >= least:
-            return []
-        return [f"compute capability is {got[0]}.{got[1]}, accepted is {least[0]}.{least[1]} on"]
+        got, least = torch.cuda.get_device_capability(device), has.min_capability
+        if least is not None and got < least:
+            return [
+                f"compute capability is {got[0]}.{got[1]}, accepted is {least[0]}.{least[1]} on"
+            ]
+        if has.architectures and (arch := describe_device(device).arch) not in has.architectures:
+            return [f"architecture is {arch}, accepted are {list(has.architectures)}"]
+        return []
 
     @classmethod
     def make(

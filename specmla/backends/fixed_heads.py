@@ -45,6 +45,8 @@ class FixedHeads(AttentionBackend):
         self.capabilities = dataclasses.replace(
             has,
             name=f"{has.name}-{num_heads}-heads",
+            max_heads=num_heads,
+            padded_heads=num_heads,
             summary=f"{has.name}, queries padded to {num_heads} heads",
         )
         self.batch_invariant, self.folds_prompts = backend.batch_invariant, backend.folds_prompts

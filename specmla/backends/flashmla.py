@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specmla.backends.base import AttentionOutput, Capabilities, Requirements
+from specmla.backends.base import AttentionOutput, Capabilities, GraphSupport, Requirements
 from specmla.backends.flashmla_op import (
     ARCH,
     CAPABILITY,
@@ -66,6 +66,8 @@ class FlashMLABackend(TritonPrompts):
         ranks=(RANK,),
         rope_dims=(ROPE_DIM,),
         min_capability=CAPABILITY,
+        architectures=(ARCH,),
+        graphs=GraphSupport.UNIFORM,
         priority=-10,
         summary="FlashMLA's own operator, if its library is there; sm_90 only, pages of 64",
     )

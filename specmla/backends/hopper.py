@@ -10,6 +10,7 @@ from torch import Tensor
 from specmla.backends.base import (
     AttentionOutput,
     Capabilities,
+    GraphSupport,
     Requirements,
 )
 from specmla.backends.step_size import StepSize
@@ -55,6 +56,8 @@ class HopperBackend(TritonPrompts):
         ranks=(512,),
         rope_dims=(64,),
         min_capability=CAPABILITY,
+        architectures=(ARCH,),
+        graphs=GraphSupport.RAGGED,
         priority=30,
         batch_invariant=True,
         summary="warp-specialised, planned on the device; sm_90 only, pages of 16, 32 or n * 64",

@@ -12,7 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from specmla.backends.base import AttentionBackend, AttentionOutput, Capabilities
+from specmla.backends.base import AttentionBackend, AttentionOutput, Capabilities, GraphSupport
 from specmla.backends.format_reasons import form_reasons
 from specmla.backends.gather import build_gather_plan, plan_buffers
 from specmla.backends.reference_inputs import DTYPES, mha_problems, mqa_problems
@@ -49,6 +49,7 @@ class ReferenceBackend(AttentionBackend):
         device_types=("cpu", "cuda"),
         formats=QUANTISED_NAMES,
         fp8_query=QUANTISED_NAMES,
+        graphs=GraphSupport.RAGGED,
         # Timed on a CPU core, 16 heads of 128 + 64 over a rank of 512, 256 to 4096 keys: faster up
         # to 128 rows, slower at 256 rows and few keys. By operations they are even at 171 rows.
         reorder_batch_threshold=128,

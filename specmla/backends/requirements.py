@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specmla.backends.graph_support import GraphSupport
 from specmla.cache.formats.base import CacheFormat
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
@@ -16,7 +17,9 @@ from specmla.query_form import Fp8Query
 class Requirements:
     """What a caller needs of a backend, for `AttentionBackend.problems` and `select_backend`.
 
-    `dtype` is that of the model: of queries, unless they have a form, and of attended rows.
+    `dtype` is that of the model: of queries, unless they have a form, and of attended rows. What
+    other models do to scores (`alibi` slopes, a `sliding_window`, a `logits_soft_cap`, `sinks`) is
+    asked for here to be refused by name.
     """
 
     device: torch.device
@@ -30,3 +33,9 @@ class Requirements:
     batch_invariant: bool = False
     format: CacheFormat | None = None  # of the cache; None or plain for rows in `dtype`
     query_form: Fp8Query | None = None  # of absorbed queries; None for numbers in `dtype`
+    lse: bool = False  # whether shards are merged
+    graphs: GraphSupport = GraphSupport.NEVER  # verifies to be captured
+    alibi: bool = False
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    sinks: bool = False

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specmla.backends.base import AttentionOutput, Capabilities
+from specmla.backends.base import AttentionOutput, Capabilities, GraphSupport
 from specmla.backends.step_size import StepSize
 from specmla.backends.triton_base import TritonKernelsBackend
 from specmla.errors import require
 from specmla.kernels import inputs
-from specmla.kernels.launch import find_entry
+from specmla.kernels.launch import find_entry, gpu_architectures
 from specmla.kernels.plan import StepShape
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
@@ -41,6 +41,8 @@ class RowsBackend(TritonKernelsBackend):
         ranks=inputs.RANKS,
         rope_dims=inputs.ROPE_DIMS,
         min_capability=(8, 0),
+        architectures=gpu_architectures(),
+        graphs=GraphSupport.RAGGED,
         priority=10,
         batch_invariant=True,
         summary="each row a single-token decode: the cache is read once a row",

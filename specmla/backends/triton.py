@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specmla.backends.base import AttentionOutput, Capabilities, Requirements
+from specmla.backends.base import AttentionOutput, Capabilities, GraphSupport, Requirements
 from specmla.backends.step_size import StepSize
 from specmla.backends.triton_base import TritonKernelsBackend
 from specmla.cache.formats.base import byte_problems
 from specmla.cache.operations import FP8_FORMATS, fp8_rows
 from specmla.errors import require
 from specmla.kernels import inputs
-from specmla.kernels.launch import describe_device, find_entry
+from specmla.kernels.launch import describe_device, find_entry, gpu_architectures
 from specmla.kernels.plan import StepShape
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
@@ -46,6 +46,8 @@ class TritonBackend(TritonKernelsBackend):
         ranks=inputs.RANKS,
         rope_dims=inputs.ROPE_DIMS,
         min_capability=(8, 0),
+        architectures=gpu_architectures(),
+        graphs=GraphSupport.RAGGED,
         priority=20,
         batch_invariant=True,
         formats=FP8_FORMATS,

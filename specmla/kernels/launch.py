@@ -19,6 +19,9 @@ from specmla.errors import UnsupportedError
 FP_FUSION = False
 """Whether the compiler may contract a * b + c; off, so that every kernel form rounds alike."""
 
+INTERPRETER = "interpreter"
+"""What the table calls Triton's interpreter on a CPU."""
+
 
 @dataclass(frozen=True)
 class LaunchEntry:
@@ -72,6 +75,11 @@ def launch_table() -> dict[str, dict[str, tuple[LaunchEntry, ...]]]:
     }
 
 
+def gpu_architectures() -> tuple[str, ...]:
+    """Give the GPUs that have entries."""
+    return tuple(arch for arch in launch_table() if arch != INTERPRETER)
+
+
 @lru_cache(maxsize=256)
 def find_entry(
     kernel: str, arch: str, num_rows: int, itemsize: int, page_size: int = 0
@@ -105,7 +113,7 @@ def next_power_of_2(number: int) -> int:
 def describe_device(device: torch.device) -> Device:
     """Name the table key of `device` and count its SMs; CPU tensors mean the interpreter."""
     if device.type == "cpu":
-        return Device("interpreter", 4)
+        return Device(INTERPRETER, 4)
     props = torch.cuda.get_device_properties(device)
     return Device(_arch_name(props), props.multi_processor_count)
 
