@@ -10,7 +10,7 @@ from typing import Any
 
 from drafters.block_fields import (
     ARCHITECTURES,
-    architectures_of,
+    architecture_of,
     field_problems,
     id_problems,
     is_mla,
@@ -115,7 +115,8 @@ class BlockConfig:
             attention = GQAConfig.from_hf(source)
         if found or attention is None:
             raise ArgumentError("BlockConfig.from_hf: " + "; ".join(found))
-        architecture = next(name for name in architectures_of(source) if name in ARCHITECTURES)
+        architecture = architecture_of(fields)
+        assert architecture is not None
         from_anchor, reduced = fields.get("sample_from_anchor"), fields.get("draft_vocab_size")
         return cls(
             attention=attention,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
-from drafters.gqa_config import count_problems, gqa_problems
+from drafters.gqa_config import count_problems, gqa_problems, is_count
 
 ARCHITECTURES = {"DFlashDraftModel": False, "DSparkDraftModel": True}
 """Names, and whether row 0 (the anchor's) predicts the first draft where the config is silent."""
+NAMES = {name: name for name in ARCHITECTURES} | {"Qwen3DSparkModel": "DSparkDraftModel"}
+"""Names that files have, and ours."""
 _SECTIONS = ("dflash_config", "dspark_config")
 _FLAGS = ("sample_from_anchor", "enable_confidence_head")
 
@@ -22,7 +24,22 @@ def merged(source: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             fields |= section
         elif section is not None:
             found.append(f"{name} is {section!r}, accepted is an object")
+    if fields.get("target_layer_ids") is None:
+        fields["target_layer_ids"] = _spread(fields)
     return fields, found
+
+
+def _spread(fields: Mapping[str, Any]) -> list[int] | None:
+    """Give the layers of the target that DFlash takes where none are named.
+
+    Spread evenly from the second to the last but two, or the middle one for a single layer.
+    """
+    layers, count = fields.get("num_target_layers"), fields.get("num_hidden_layers")
+    if not is_count(layers) or not is_count(count) or not 0 < count < layers < 2**31 or layers < 4:
+        return None
+    if count == 1:
+        return [layers // 2]
+    return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
 
 
 def architectures_of(source: Mapping[str, Any]) -> list[str]:
@@ -31,12 +48,23 @@ def architectures_of(source: Mapping[str, Any]) -> list[str]:
     return [n for n in names if isinstance(n, str)] if isinstance(names, list | tuple) else []
 
 
+def architecture_of(fields: Mapping[str, Any]) -> str | None:
+    """Give our name of a file's network; a DFlash one with a DSpark projector is a DSpark one."""
+    names = (NAMES[name] for name in architectures_of(fields) if name in NAMES)
+    name = next(names, None)
+    return "DSparkDraftModel" if name and fields.get("projector_type") == "dspark" else name
+
+
 def field_problems(fields: Mapping[str, Any]) -> list[str]:
     """List everything that is not served, the dimensions of MLA layers aside."""
     found = []
-    if not any(name in ARCHITECTURES for name in architectures_of(fields)):
+    if architecture_of(fields) is None:
         found.append(
-            f"architectures is {fields.get('architectures')!r}, accepted are {list(ARCHITECTURES)}"
+            f"architectures is {fields.get('architectures')!r}, accepted are {list(NAMES)}"
+        )
+    if fields.get("projector_type") not in (None, "dflash", "dspark"):
+        found.append(
+            f"projector_type is {fields['projector_type']!r}, accepted are 'dflash', 'dspark'"
         )
     flags = {name: fields.get(name) for name in _FLAGS}
     found += [
@@ -60,6 +88,12 @@ def field_problems(fields: Mapping[str, Any]) -> list[str]:
         "confidence_head_with_markov": True,
         "hidden_act": "silu",
         "sliding_window": None,
+        "is_causal": False,
+        "shift_label": False,
+        "logit_scale": 1.0,
+        "output_multiplier": 1.0,
+        "input_embedding_scale": 1.0,
+        "final_logit_softcapping": None,
     }
     for name, accepted in only.items():
         got = fields.get(name, accepted)
@@ -92,11 +126,6 @@ def reduced_problems(given: Mapping[str, Any]) -> list[str]:
     if count is None or not is_count(size) or (is_count(count) and 1 <= count <= size):
         return []
     return [f"draft_vocab_size is {count!r}, accepted are 1 .. vocab_size, {size}"]
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """Tell whether a value is an integer (a bool is not)."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_mla(fields: Mapping[str, Any]) -> bool:

@@ -18,12 +18,14 @@ is over its ids as well. What they give is spread over the target's ids, -inf wh
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from drafters.block_config import BlockConfig, check_target, read_block_config
+from drafters.file_tensors import check_embedding, is_copy, tensor_names
 from drafters.gqa_config import GQAConfig
 from drafters.vocab_map import NAMES, read_offsets, save_mapped
 from specmla import (
@@ -38,6 +40,8 @@ from specmla import (
     load_part,
     save_part,
 )
+
+_Q_NORM = "layers.0.self_attn.q_norm.weight"
 
 
 class MarkovHead(nn.Module):
@@ -172,8 +176,9 @@ def load_block_model(
             target; every reason is named.
         ArgumentError: `dtype` is not a floating type.
     """
-    config = read_block_config(directory)
+    folder, config = Path(directory), read_block_config(directory)
     check_target(config, target.config, str(directory))
+    config = _as_files_have_it(config, folder, target)
     weight, reduced = target.model.embed_tokens.weight, config.draft_vocab_size
     model = load_part(
         lambda: make_block_model(config),
@@ -185,8 +190,26 @@ def load_block_model(
         rotated=config.attention.qk_rope_head_dim,
     )
     if reduced is not None:
-        model.d2t = read_offsets(Path(directory), reduced, config.vocab_size).to(weight.device)
+        model.d2t = read_offsets(folder, reduced, config.vocab_size).to(weight.device)
     return model
+
+
+def _as_files_have_it(
+    config: BlockConfig, folder: Path, target: DeepseekForCausalLM
+) -> BlockConfig:
+    """Settle what config.json does not say: a head of its own for all ids, norms by head.
+
+    Raises:
+        CheckpointError: an embedding that is not the target's.
+    """
+    check_embedding(folder, target.model.embed_tokens)
+    head = getattr(target, "lm_head", target.model.embed_tokens)  # which may be tied
+    if config.draft_vocab_size is None and not is_copy(folder, "lm_head.weight", head):
+        config = dataclasses.replace(config, draft_vocab_size=config.vocab_size)
+    dims = config.attention
+    if isinstance(dims, GQAConfig) and _Q_NORM in tensor_names(folder):  # "llama", it may say
+        config = dataclasses.replace(config, attention=dataclasses.replace(dims, qk_norm=True))
+    return config
 
 
 def pair_problems(

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drafters.block_fields import architectures_of, is_count
-from drafters.gqa_config import count_problems, gqa_problems
+from drafters.block_fields import architectures_of
+from drafters.gqa_config import count_problems, gqa_problems, is_count
 from drafters.speculators_config import is_speculators
 
 MLA_HEAD, LLAMA_HEAD = "Eagle3DeepseekV2ForCausalLM", "LlamaForCausalLMEagle3"

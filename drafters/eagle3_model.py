@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from drafters.eagle3_config import Eagle3Config, check_eagle3
+from drafters.file_tensors import check_embedding, tensor_names
 from drafters.vocab_map import NAMES, read_offsets, save_mapped
 from specmla import (
     ArgumentError,
@@ -156,7 +156,9 @@ def load_eagle3(
     except ArgumentError as error:
         raise CheckpointError(f"{directory}: {error}") from error
     check_eagle3(config, target.config, str(directory))
-    weight, listed = target.model.embed_tokens.weight, _is_listed(folder)
+    check_embedding(folder, target.model.embed_tokens)
+    weight = target.model.embed_tokens.weight
+    listed = any(name.startswith("layers.0.") for name in tensor_names(folder))
     model = load_part(
         lambda: make_eagle3(config, listed),
         directory,
@@ -181,15 +183,3 @@ def save_eagle3(model: Eagle3Model, directory: str | Path) -> None:
     """Write config.json and model.safetensors, d2t and t2d included."""
     config = model.config
     save_mapped(model, model.d2t, config.vocab_size, directory, config.to_hf())
-
-
-def _is_listed(folder: Path) -> bool:
-    """Tell the layer's name in the files; what is wrong with them is found when they are read."""
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                if any(name.startswith("layers.0.") for name in file.keys()):  # noqa: SIM118
-                    return True
-        except Exception:  # a damaged file, which load_part names
-            continue
-    return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from specmla import ArgumentError, YarnScaling, read_rope
 
@@ -120,6 +120,11 @@ def count_problems(least: Mapping[str, int], given: Mapping[str, Any]) -> list[s
             or not low <= given[name] < 2**31
         )
     ]
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Tell whether a value is an integer (a bool is not)."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _rope_problems(source: Mapping[str, Any]) -> list[str]:

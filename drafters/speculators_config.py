@@ -1,7 +1,8 @@
 """Config.json files of `speculators` as plain JSON, brought into the spelling of DFlash ones.
 
 The layers' own fields stand in `transformer_layer_config`. `aux_hidden_state_layer_ids` counts the
-layers before which states are taken, as EAGLE-3 does: 1 stands for the output of layer 0.
+layers before which states are taken, as EAGLE-3 does: 1 stands for the output of layer 0. Where
+`sample_from_anchor` is missing the proposal tells: as many drafts as rows, or one fewer.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from drafters.gqa_config import is_count
 from specmla import ArgumentError
 
 _KINDS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
@@ -38,10 +40,13 @@ def block_fields(source: Mapping[str, Any]) -> dict[str, Any]:
     ids = source.get("aux_hidden_state_layer_ids") or []
     if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         found.append(f"aux_hidden_state_layer_ids is {ids!r}, accepted is a list of integers")
-    if source.get("logit_scale") not in (None, 1.0):
-        found.append(f"logit_scale is {source['logit_scale']}, accepted is 1")
     if source.get("sliding_window_non_causal"):
         found.append("sliding_window_non_causal is True, accepted is False")
+    from_anchor = source.get("sample_from_anchor")
+    if from_anchor is None:
+        from_anchor = _proposes_block(source)
+    if from_anchor is None and kind == "dspark":  # there are such of either kind
+        found.append("sample_from_anchor is missing")
     if found:
         raise ArgumentError("speculators: " + "; ".join(found))
     own = {k: v for k, v in source.items() if k not in ("architectures", "model_type")}
@@ -50,5 +55,17 @@ def block_fields(source: Mapping[str, Any]) -> dict[str, Any]:
         **own,
         "architectures": [_KINDS[kind]],
         "target_layer_ids": [i - 1 for i in ids],
-        "sample_from_anchor": source.get("sample_from_anchor", False),
+        "sample_from_anchor": bool(from_anchor) if from_anchor is None else from_anchor,
     }
+
+
+def _proposes_block(source: Mapping[str, Any]) -> bool | None:
+    """Tell whether as many drafts are proposed as a block has rows; None if the file is silent."""
+    section = source.get("speculators_config")
+    methods = section.get("proposal_methods") if isinstance(section, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    count = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    size = source.get("block_size")
+    if not is_count(count) or not is_count(size) or count not in (size, size - 1):
+        return None
+    return bool(count == size)

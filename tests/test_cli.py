@@ -167,7 +167,7 @@ def test_names_of_what_ships_serve_no_other_target(checkpoint, capsys):
         assert run("generate", "--target", checkpoint / "target", "--draft", name, TEXT) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert run("generate", "--draft", "dspark", "--tree", TEXT) == 2
-    assert "drafts chains" in capsys.readouterr().err
+    assert "chains only" in capsys.readouterr().err
 
 
 def test_demo_with_temperature_makes_no_claim_of_identity(capsys):

@@ -22,7 +22,8 @@ from drafters import (
     load_block_model,
     load_eagle3,
 )
-from drafters.block_config import read_block_config
+from drafters.block import BlockDrafter
+from drafters.block_fields import NAMES as BLOCKS
 from drafters.block_fields import architectures_of
 from drafters.eagle3_fields import ARCHITECTURES as EAGLE3
 from drafters.eagle3_fields import is_eagle3
@@ -39,8 +40,6 @@ from specmla.verify.proposal import Drafter
 from specmla.verify.step import VerifyStep
 
 PAGE = 64
-BLOCKS = {"DFlashDraftModel": DFlashDrafter, "DSparkDraftModel": DSparkDrafter}
-GQA_BLOCKS = {DFlashDrafter: GQADFlashDrafter, DSparkDrafter: GQADSparkDrafter}
 
 
 def drafter_from(
@@ -74,12 +73,9 @@ def drafter_from(
         if tree:
             raise ArgumentError(f"tree is set and {str(folder)!r} is an EAGLE-3 head: chains only")
         return _head_maker(folder, target, num_requests, longest, backend)
-    names = _architectures(found, folder)
-    block = next((BLOCKS[name] for name in names if name in BLOCKS), None)
-    if block is not None:
-        if tree and block is not DFlashDrafter:
-            raise ArgumentError(f"tree is set and {str(folder)!r} is {names}, which drafts chains")
-        return _block_maker(block, folder, target, num_requests, longest, backend, tree)
+    if is_speculators(found) or any(name in BLOCKS for name in architectures_of(found)):
+        return _block_maker(folder, target, num_requests, longest, backend, tree)
+    _refuse_foreign(found, folder)
     config = read_config(folder)
     if config.num_mtp_layers and config.num_layers == target.config.num_layers:
         if tree:
@@ -128,7 +124,6 @@ def _head_maker(
 
 
 def _block_maker(
-    kind: type[DFlashDrafter] | type[DSparkDrafter],
     folder: Path,
     target: DeepseekForCausalLM,
     num_requests: int,
@@ -138,8 +133,11 @@ def _block_maker(
 ) -> MakeDrafter:
     """Load a block drafter's network; MLA or grouped-query layers, as the checkpoint says."""
     draft = load_block_model(folder, target)
+    if tree and draft.has_markov:
+        raise ArgumentError(f"tree is set and {str(folder)!r} is a DSpark network: chains only")
+    kind: type[BlockDrafter] = DSparkDrafter if draft.has_markov else DFlashDrafter
     if isinstance(draft, GQABlockModel):  # which no attention backend serves
-        kind, backend = GQA_BLOCKS[kind], None
+        kind, backend = GQADSparkDrafter if draft.has_markov else GQADFlashDrafter, None
     pages = num_requests * (-(-(longest + draft.config.block_size) // PAGE) + 1)
 
     def make(step: VerifyStep) -> Drafter:
@@ -149,13 +147,6 @@ def _block_maker(
     return make
 
 
-def _architectures(found: Mapping[str, Any], folder: Path) -> list[str]:
-    if is_speculators(found):
-        return [read_block_config(folder).architecture]
-    _refuse_foreign(found, folder)
-    return architectures_of(found)
-
-
 def _refuse_foreign(found: Mapping[str, Any], folder: Path) -> None:
     """Name what is known and not served, rather than what it lacks of ours.
 
@@ -163,10 +154,10 @@ def _refuse_foreign(found: Mapping[str, Any], folder: Path) -> None:
         CheckpointError: grouped queries elsewhere than in blocks.
     """
     heads = found.get("num_key_value_heads")
-    is_block = any(name in BLOCKS for name in architectures_of(found))
-    if found.get("kv_lora_rank") is None and heads is not None and not is_block:
+    if found.get("kv_lora_rank") is None and heads is not None:
         raise CheckpointError(
-            f"{folder}: num_key_value_heads is {heads} without kv_lora_rank: grouped queries are "
+            f"{folder}: architectures is {found.get('architectures')!r} and num_key_value_heads "
+            f"is {heads} without kv_lora_rank: grouped queries are "
             f"served of {[*BLOCKS, *EAGLE3]}"
         )
 

@@ -72,7 +72,9 @@ def rotated(x, positions, theta=10000.0):
 
 
 @torch.no_grad()
-def gqa_logits(target, draft, tokens: list[int], drafts: list[int], first: int = 0):
+def gqa_logits(
+    target, draft, tokens: list[int], drafts: list[int], first: int = 0, theta: float = 10000.0
+):
     """Logits [W] for the draft after `drafts`, head by head, without a cache."""
     config, dims = draft.config, draft.config.attention
     context = draft.context(target_states(target, tokens, config.target_layer_ids))[first:-1]
@@ -88,7 +90,8 @@ def gqa_logits(target, draft, tokens: list[int], drafts: list[int], first: int =
         query = inner.q_proj(normed).view(size, dims.num_heads, dims.head_dim)
         if dims.qk_norm:
             query, key = inner.q_norm(query), inner.k_norm(key)
-        query, key = rotated(query, places[-size:]), rotated(key, places)
+        query = rotated(query, places[-size:], theta)
+        key = rotated(key, places, theta)
         heads = []
         for h in range(dims.num_heads):
             g = h // (dims.num_heads // dims.num_kv_heads)
