@@ -9,6 +9,7 @@ from specmla.backends.base import (
 )
 from specmla.backends.fixed_heads import FixedHeads
 from specmla.backends.select import Selection, choose_backend, get_backend, select_backend
+from specmla.backends.with_prompts import WithPrompts, get_prompt_kernel
 from specmla.batch_split import BatchRules
 from specmla.bucket import Bucket
 from specmla.budget.base import Budget, BudgetRequest
@@ -182,6 +183,7 @@ __all__ = [
     "UnsupportedError",
     "VerifyPart",
     "VerifyStep",
+    "WithPrompts",
     "YarnScaling",
     "as_operators",
     "build_step",
@@ -193,6 +195,7 @@ __all__ = [
     "draw_siblings",
     "generate",
     "get_backend",
+    "get_prompt_kernel",
     "group_experts",
     "load_checkpoint",
     "load_mtp",

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specmla.backends.reference import ReferenceBackend
+from specmla.backends.with_prompts import WithPrompts
 from specmla.cache import cache_format
 from tests.mixed_batch import (
     EXTEND,
@@ -52,6 +53,12 @@ def test_a_mixed_batch_equals_each_request_alone(
     page_size: int, workspace_rows: int | None
 ) -> None:
     check(Batch(MIXED, page_size, workspace_rows=workspace_rows))
+
+
+@pytest.mark.parametrize("workspace_rows", [None, 16, 1000])
+def test_a_mixed_batch_with_prompts_by_torch(workspace_rows: int | None) -> None:
+    backend = WithPrompts(Absorbing(), "sdpa")
+    check(Batch(MIXED, 16, backend=backend, workspace_rows=workspace_rows))
 
 
 @pytest.mark.parametrize("workspace_rows", [None, 16, 64])

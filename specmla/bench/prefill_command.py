@@ -31,7 +31,7 @@ from specmla.config import MLAConfig
 
 CONTEXTS = [1024 << i for i in range(8)]
 KERNEL_BATCHES = ["1q8ks8k", "8q2ks2k", "2q32ks32k"]
-PROVIDERS = ["triton", "sdpa", "flash", "cudnn", "fa3"]
+PROVIDERS = ["triton", "sdpa", "flash", "cudnn", "flash-lse", "cudnn-lse", "fa3"]
 
 
 def add_prefill(commands: Any) -> None:

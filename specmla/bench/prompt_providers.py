@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from specmla.backends.fa3_prompts import FA3Prompts
+from specmla.backends.prompt_kernel import PromptKernel
 from specmla.backends.running import RunningSoftmax
+from specmla.backends.sdpa_prompts import SdpaPrompts
 from specmla.backends.select import get_backend
-from specmla.bench.fa3 import NUM_SPLITS, UNUSED, FA3Provider
+from specmla.bench.fa3 import FA3Provider
 from specmla.errors import ArgumentError
 from specmla.metadata import PrefillPart
 
@@ -94,7 +97,7 @@ class FoldedPrompts(BackendPrompts):
         return state.finish(query.dtype)[0]
 
 
-class SdpaPrompts:
+class PlainSdpa:
     """torch's scaled dot product attention by one of its backends.
 
     Args:
@@ -136,56 +139,51 @@ class SdpaPrompts:
         return out.transpose(1, 2).flatten(0, 1)[..., :width]
 
 
-class FA3Prompts:
-    """FlashAttention-3 by vLLM's build of it, see `specmla.bench.fa3`."""
+class KernelPrompts:
+    """A kernel of `specmla.backends.with_prompts`: with an LSE, which the others leave out.
 
-    def __init__(self, file: Path | None) -> None:
-        self.library = FA3Provider(file).library
+    Args:
+        kernel: attends.
+    """
+
+    def __init__(self, kernel: PromptKernel) -> None:
+        self.kernel = kernel
 
     def problems(self, prompts: Prompts) -> list[str]:
-        """Ask the library."""
-        return self.library.missing()
+        """Ask the kernel what it says of this machine."""
+        return self.kernel.problems(prompts.query.device, prompts.query.dtype)
 
     def run(self, prompts: Prompts) -> Tensor:
-        """Attend packed rows, V narrower than D as it is."""
-        attend: Callable[..., list[Tensor]] = self.library.operator("fwd")
-        part = prompts.part
-        given = {
-            "q": prompts.query,
-            "k": prompts.key,
-            "v": prompts.value,
-            "q_v": None,
-            "cu_seqlens_q": part.query_start,
-            "cu_seqlens_k": part.kv_start,
-            "seqused_k": None,
-            "max_seqlen_q": max(part.query_lens),
-            "max_seqlen_k": max(part.seq_lens),
-            "page_table": None,
-            "softmax_scale": prompts.scale,
-            "is_causal": True,
-            "window_size_left": -1,
-            "window_size_right": -1,
-            "softcap": 0.0,
-            "is_rotary_interleaved": True,
-            "scheduler_metadata": None,
-            "num_splits": NUM_SPLITS or 1,
-            "sm_margin": 0,
-            "cp_world_size": 1,
-            "cp_rank": 0,
-        }
-        return attend(**(UNUSED | given))[0]
+        """Attend packed rows."""
+        return self.kernel.attend(
+            prompts.query,
+            prompts.key,
+            prompts.value,
+            prompts.part,
+            softmax_scale=prompts.scale,
+            causal=True,
+        ).out
+
+
+def _fa3(file: Path | None) -> KernelPrompts:
+    kernel = FA3Prompts()
+    kernel.library = FA3Provider(file).library  # named after the command's option
+    return KernelPrompts(kernel)
 
 
 PROVIDERS: dict[str, Callable[[Path | None], PromptProvider]] = {
     "triton": lambda file: BackendPrompts("triton"),
     "triton-folded": lambda file: FoldedPrompts("triton"),
     "reference": lambda file: BackendPrompts("reference"),
-    "sdpa": lambda file: SdpaPrompts(None, pads_value=False),
-    "flash": lambda file: SdpaPrompts(SDPBackend.FLASH_ATTENTION, pads_value=True),
-    "cudnn": lambda file: SdpaPrompts(SDPBackend.CUDNN_ATTENTION, pads_value=False),
-    "fa3": FA3Prompts,
+    "sdpa": lambda file: PlainSdpa(None, pads_value=False),
+    "flash": lambda file: PlainSdpa(SDPBackend.FLASH_ATTENTION, pads_value=True),
+    "cudnn": lambda file: PlainSdpa(SDPBackend.CUDNN_ATTENTION, pads_value=False),
+    "flash-lse": lambda file: KernelPrompts(SdpaPrompts("flash")),
+    "cudnn-lse": lambda file: KernelPrompts(SdpaPrompts("cudnn")),
+    "fa3": _fa3,
 }
-"""sdpa: whatever torch takes. flash: its FlashAttention-2, V padded. cudnn: unpadded."""
+"""sdpa: whatever torch takes. flash: its FlashAttention-2, V padded. cudnn: unpadded. Those with an
+LSE are what `WithPrompts` takes, ragged batches one request after another."""
 
 
 def get_prompt_provider(name: str, fa3: Path | None = None) -> PromptProvider:
