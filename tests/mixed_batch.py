@@ -94,14 +94,19 @@ class Batch:
             for (kind, q, past), own in zip(parts, ids, strict=True)
         ]
         self.cache = self._cache(sum(counts) + 3, page_size, cache_format)
+        self.wrap(self.cache, backend or Absorbing())
+        self.builder.configure(BatchRules(4, workspace=self._workspace(page_size, workspace_rows)))
+        self.fill()
+
+    def wrap(self, cache: LatentCache, backend: AttentionBackend) -> None:
+        """Go on over a cache with the same memory, and a backend."""
+        self.cache = cache
         self.builder = MetadataBuilder(
-            backend=backend or Absorbing(), page_size=page_size,
-            num_pages=sum(counts) + 3, num_heads=self.config.num_heads,
+            backend=backend, page_size=cache.page_size,
+            num_pages=cache.num_pages, num_heads=self.config.num_heads,
             kv_lora_rank=self.config.kv_lora_rank, device=self.device, max_seq_len=1000,
             dtype=self.dtype,
         )  # fmt: skip
-        self.builder.configure(BatchRules(4, workspace=self._workspace(page_size, workspace_rows)))
-        self.fill()
 
     def _cache(
         self, num_pages: int, page_size: int, cache_format: CacheFormat | None

@@ -7,10 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from specmla.backends.select import get_backend
+from specmla.compiling import as_operators
 from specmla.config import MLAConfig
 from specmla.testing import relative_error
 from specmla.up_projection import UpProjection
-from tests.mixed_batch import check_errors, make_layer
+from tests.mixed_batch import VERIFY, Batch, check_errors, make_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -51,3 +53,25 @@ def test_a_lift_takes_the_memory_of_its_values() -> None:
     w_uv = made.weight.double().view(16, 256, 512)[:, 128:]
     want = torch.einsum("thc,hvc->thv", latent.double(), w_uv).flatten(1)
     assert relative_error(got, want) <= 2 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.slow
+# Inductor's own imports say so.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_a_compiled_layer_takes_no_memory_of_the_cache_s_size() -> None:
+    """64 requests of 1000 tokens: a pool of 80 MB, beside which a step's tensors are small."""
+    plain = make_layer(DIMS).to("cuda", torch.bfloat16)
+    batch = Batch([(VERIFY, 4, 990)] * 64, 64, layer=plain, backend=get_backend("triton"))
+    everyone = range(64)
+    want = torch.cat(batch.run(everyone))
+    cache, backend = as_operators(batch.cache, batch.builder.backend)
+    batch.wrap(cache, backend)
+    batch.layer = torch.compile(plain, fullgraph=True)
+    batch.run(everyone)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = torch.cat(batch.run(everyone))
+    pool = cache.layer(0).numel() * 2
+    assert torch.cuda.max_memory_allocated() - before < pool / 4
+    assert relative_error(got, want.double()) <= 4 * torch.finfo(torch.bfloat16).eps
