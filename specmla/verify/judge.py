@@ -17,7 +17,7 @@ from specmla.verify.fused import decide_fused, decide_fused_tree, fused_logprobs
 from specmla.verify.logprobs import emitted_logprobs, raw_logprobs, split_logprobs
 from specmla.verify.plan import StepPlan, rows_of_requests
 from specmla.verify.processors.attach import process_step
-from specmla.verify.processors.dead_ends import cut_at_dead_ends, cut_path
+from specmla.verify.processors.dead_ends import cut_at_dead_ends
 from specmla.verify.rules.terms import Rule, num_drafts, term_problems
 from specmla.verify.sampling import SamplingParams, processed_probs, row_top
 from specmla.verify.tree_judge import TreeStep, decide_trees
@@ -121,10 +121,9 @@ def decide_step(
         return _decide_fused(plan, logits, find_rule(rule))
     decided = _decide_fused_tree if is_fused else _decide
     found = decided(*process_step(plan, logits), find_rule(rule))
-    acceptance, path, flagged = _cut(plan, found.acceptance), found.path, found.flagged
-    parts, judged = [acceptance.tokens], num_drafts(plan.drafts)
+    acceptance, path = _cut(plan, found.acceptance, found.path)
+    parts, judged, flagged = [acceptance.tokens], num_drafts(plan.drafts), found.flagged
     if plan.tree is not None and path is not None:
-        path = cut_path(path, acceptance)
         parts.append(path.rows)
         judged = num_judged(plan.drafts, plan.tree)
     if not is_fused:  # the kernels look at no others
@@ -150,7 +149,7 @@ def _reachable(plan: StepPlan, judged: Tensor) -> Tensor:
 
 def _decide_fused(plan: StepPlan, logits: Tensor, rule: Rule) -> tuple[Acceptance, Tensor]:
     found = decide_fused(*process_step(plan, logits), rule)
-    cut = _cut(plan, found.acceptance)
+    cut, _ = _cut(plan, found.acceptance)
     if cut is not found.acceptance:
         judged, flag = found.packed[:, -3:-2], found.packed[:, -1:]
         packed = torch.cat([cut.tokens, judged, cut.num_accepted[:, None], flag], dim=1)
@@ -164,9 +163,13 @@ def _decide_fused(plan: StepPlan, logits: Tensor, rule: Rule) -> tuple[Acceptanc
     return found.acceptance, torch.cat([found.packed, real.view(torch.int64)], dim=1)
 
 
-def _cut(plan: StepPlan, acceptance: Acceptance) -> Acceptance:
+def _cut(
+    plan: StepPlan, acceptance: Acceptance, path: TreePath | None = None
+) -> tuple[Acceptance, TreePath | None]:
     tables = plan.sampling.processors
-    return acceptance if tables is None else cut_at_dead_ends(acceptance, plan.drafts, tables.masks)
+    if tables is None:
+        return acceptance, path
+    return cut_at_dead_ends(acceptance, path, plan.drafts, tables.masks)
 
 
 class _Decided(NamedTuple):

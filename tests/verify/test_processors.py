@@ -14,7 +14,7 @@ from torch import Tensor
 from specmla.errors import ArgumentError
 from specmla.verify.params import SamplingParams
 from specmla.verify.processors.apply import RowHistory, apply_processors, chain_history
-from specmla.verify.processors.constraint import TokenConstraint
+from specmla.verify.processors.constraint import Drafted, TokenConstraint
 from specmla.verify.processors.counts import TokenCounts
 from specmla.verify.processors.tables import any_processor, build_tables
 
@@ -61,7 +61,7 @@ def plain(row: list[float], state: State, drafts: list[int]) -> list[float]:
 def process(
     logits: Tensor, states: list[State], drafts: Tensor, history: RowHistory | None = None
 ) -> Tensor:
-    host = [[t for t in row if t >= 0] for row in drafts.tolist()]
+    host = [Drafted.chain([t for t in row if t >= 0]) for row in drafts.tolist()]
     tables = build_tables(states, host, drafts.shape[1] + 1, logits.shape[2], torch.device("cpu"))
     return apply_processors(logits, tables, history or chain_history(drafts))
 
@@ -238,4 +238,4 @@ class Broken(Only):
 def test_masks_that_do_not_fit_are_refused(given: object) -> None:
     state = State(SamplingParams(), [1], [], Broken(given))
     with pytest.raises(ArgumentError, match=r"masks of Broken are .* \[1 to 2, 12\]"):
-        build_tables([state], [[4]], 2, W, torch.device("cpu"))
+        build_tables([state], [Drafted.chain([4])], 2, W, torch.device("cpu"))

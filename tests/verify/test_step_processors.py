@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmla import ArgumentError, DraftProposal, NumericsError, SamplingParams
+from specmla import NumericsError, SamplingParams
 from tests.verify.scripted import W, make_step, model, run
 
 
@@ -109,9 +109,6 @@ def test_constraint_that_is_falsy_holds_all_the_same() -> None:
         emitted += run(step, {"a": [1, 1, 2] if turn % 2 else [2, 1, 2]})["a"].new_tokens
     assert [len(drafts) for drafts in brackets.asked] == [0] + [3] * 6
     assert set(emitted) == {1, 2}
-    forked = DraftProposal(("a",), (2,), torch.tensor([[1, 2]]), parents=((-1, -1),))
-    with pytest.raises(ArgumentError, match=r"\['a'\] have a constraint and a tree of drafts"):
-        step.plan(forked)
 
 
 def test_constraint_that_allows_nothing_loses_nothing() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specmla.errors import require
 from specmla.verify.plan import PlannedRequest, StepPlan, rows_of_requests
 from specmla.verify.processors.apply import RowHistory, apply_processors, chain_history
+from specmla.verify.processors.constraint import Drafted
 from specmla.verify.processors.tables import any_processor, build_tables
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.sampling import SamplingBatch
@@ -25,7 +25,8 @@ def with_processors(
     """Give `sampling` with the tables of the step, or itself where no request needs any.
 
     Drafts of requests with a constraint are read on the host. If they lie on a GPU that waits for
-    the drafter: masks can't be made of tokens that nobody knows yet.
+    the drafter: masks can't be made of tokens that nobody knows yet. A node of a tree is masked by
+    its own path.
 
     Args:
         sampling: parameters of the planned requests.
@@ -34,19 +35,13 @@ def with_processors(
         vocab_size: W of the target.
 
     Raises:
-        ArgumentError: a constraint that gives no masks, or whose drafts are a tree.
+        ArgumentError: a constraint that gives no masks.
     """
     states = [r.state for r in planned]
     if not any_processor(states):
         return sampling
-    bound = [r.state.constraint is not None for r in planned]
-    grown = [r for r, b in zip(planned, bound, strict=True) if b and r.tree and not r.tree.is_chain]
-    names = [r.request_id for r in grown]
-    found = f"requests {names} have a constraint and a tree of drafts, accepted are chains"
-    require([found] if grown else [], "VerifyStep.plan")
-    drafts = [
-        _drafts(r, proposal, vocab_size) if b else [] for r, b in zip(planned, bound, strict=True)
-    ]
+    nothing = Drafted((), ())
+    drafts = [nothing if r.state.constraint is None else _drafted(r, proposal) for r in planned]
     num_rows = 1 + max(r.num_drafts for r in planned)
     tables = build_tables(states, drafts, num_rows, vocab_size, sampling.seeds.device)
     return dataclasses.replace(sampling, has_processors=True, processors=tables)
@@ -73,11 +68,12 @@ def _history(plan: StepPlan) -> RowHistory:
     return RowHistory(plan.drafts, pad(sees, (0, 0, 1, 0)), pad(plan.tree.depths, (1, 0)))
 
 
-def _drafts(request: PlannedRequest, proposal: DraftProposal | None, vocab_size: int) -> list[int]:
-    """Give the drafts before the first one that is missing or outside the vocabulary."""
+def _drafted(request: PlannedRequest, proposal: DraftProposal | None) -> Drafted:
+    """Read what is verified of a request."""
     if proposal is None or not request.num_drafts:
-        return []
-    start, count = request.proposal_offset, request.num_drafts
-    tokens: list[int] = proposal.tokens.reshape(-1)[start : start + count].tolist()
-    end = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), count)
-    return tokens[:end]
+        return Drafted((), ())
+    start, tree, flat = request.proposal_offset, request.tree, proposal.tokens.reshape(-1)
+    if tree is None:
+        return Drafted.chain(flat[start : start + request.num_drafts].tolist())
+    made = flat[start : start + 1 + max(tree.nodes)].tolist()  # those not kept lie among them
+    return Drafted([made[place] for place in tree.nodes], tree.parents)

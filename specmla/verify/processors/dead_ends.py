@@ -15,34 +15,43 @@ from specmla.verify.processors.tables import Masks
 from specmla.verify.tree_rules import TreePath
 
 
-def cut_at_dead_ends(found: Acceptance, drafts: Tensor, masks: Masks | None) -> Acceptance:
-    """Give what was decided without what comes from a dead end; requests in reach of none stay.
+def cut_at_dead_ends(
+    found: Acceptance, path: TreePath | None, drafts: Tensor, masks: Masks | None
+) -> tuple[Acceptance, TreePath | None]:
+    """Give what was decided without what comes from a dead end; requests that met none stay.
 
     Args:
         found: of the step, decided as if dead ends allowed all.
-        drafts: [B, K] int64, chains where a request has a constraint.
+        path: of its accepted drafts, None in a step of chains.
+        drafts: [B, K] int64.
         masks: of the step.
     """
     b, k = drafts.shape
     if masks is None or not k:
-        return found
-    none = torch.full((b,), k + 1, dtype=torch.int64, device=drafts.device)
-    ends = none.index_copy(0, masks.request, masks.ends)
-    stuck = found.num_accepted >= ends
-    last = drafts.gather(1, (ends - 1).clamp(max=k - 1)[:, None])[:, 0]
-    behind = torch.arange(k + 1, device=drafts.device) >= ends[:, None]
-    return Acceptance(
-        torch.where(stuck, ends - 1, found.num_accepted),
-        torch.where(stuck, last, found.next_token),
+        return found, path
+    place = torch.arange(k, device=drafts.device)
+    rows = path.rows if path is not None else _chain_rows(found.num_accepted, k)
+    dead = torch.zeros(b, k + 1, dtype=torch.bool, device=drafts.device)
+    dead = dead.index_copy(0, masks.request, masks.dead)
+    met = dead.gather(1, rows.clamp(min=0)) & (rows > 0)
+    first = torch.where(met, place, k).amin(1)  # drafts before the one that leads there
+    stuck = first < k
+    last = rows.gather(1, first.clamp(max=k - 1)[:, None]) - 1
+    behind = torch.arange(k + 1, device=drafts.device) > first[:, None]
+    cut = Acceptance(
+        torch.where(stuck, first, found.num_accepted),
+        torch.where(stuck, drafts.gather(1, last.clamp(min=0))[:, 0], found.next_token),
         found.tokens.masked_fill(stuck[:, None] & behind, -1),
         found.flagged & ~stuck,
     )
+    if path is None:
+        return cut, None
+    kept = rows.masked_fill(place >= cut.num_accepted[:, None], -1)
+    end = torch.nn.functional.pad(kept, (1, 0)).gather(1, cut.num_accepted[:, None])[:, 0]
+    return cut, TreePath(kept, cut.num_accepted, torch.where(stuck, end, path.end))
 
 
-def cut_path(path: TreePath, cut: Acceptance) -> TreePath:
-    """Shorten the paths of a step to what `cut_at_dead_ends` left; only chains were cut."""
-    place = torch.arange(path.rows.shape[1], device=path.rows.device)
-    count = cut.num_accepted
-    rows = path.rows.masked_fill(place >= count[:, None], -1)
-    end = torch.where(count < path.num_accepted, count, path.end)
-    return TreePath(rows, count, end)
+def _chain_rows(num_accepted: Tensor, num_drafts: int) -> Tensor:
+    """Give the rows [B, K] of accepted drafts, then -1."""
+    row = torch.arange(1, num_drafts + 1, device=num_accepted.device)
+    return torch.where(row <= num_accepted[:, None], row, -1)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from specmla.staging import send, send_arrays
 from specmla.verify.params import SamplingParams
-from specmla.verify.processors.constraint import TokenConstraint, constraint_rows
+from specmla.verify.processors.constraint import Drafted, TokenConstraint, constraint_rows
 from specmla.verify.processors.counts import TokenCounts
+from specmla.verify.tree import tree_shape
 
 _ALWAYS = 2**62
 
@@ -59,14 +60,13 @@ class Masks(NamedTuple):
 
     Attributes:
         request: [M] int64.
-        allowed: [M, K+1, W] bool; everything from a row of `ends` on.
-        ends: [M] int64, the first row after the anchor's that allows nothing, bans included; K + 1
-            if there is none.
+        allowed: [M, K+1, W] bool; everything in a row that is dead.
+        dead: [M, K+1] bool, rows after the anchor's for which nothing is allowed, bans included.
     """
 
     request: Tensor
     allowed: Tensor
-    ends: Tensor
+    dead: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ def any_processor(states: Sequence[Processed]) -> bool:
 
 def build_tables(
     states: Sequence[Processed],
-    drafts: Sequence[Sequence[int]],
+    drafts: Sequence[Drafted],
     num_rows: int,
     vocab_size: int,
     device: torch.device,
@@ -180,7 +180,7 @@ def _entries(state: Processed) -> list[tuple[int, int, float]]:
 
 def _masks(
     states: Sequence[Processed],
-    drafts: Sequence[Sequence[int]],
+    drafts: Sequence[Drafted],
     num_rows: int,
     vocab_size: int,
     device: torch.device,
@@ -188,23 +188,20 @@ def _masks(
     places = [i for i, state in enumerate(states) if state.constraint is not None]
     if not places:
         return None
-    rows, ends = [], []
+    rows = []
     for place in places:
         constraint = states[place].constraint
         assert constraint is not None
         given = constraint_rows(constraint, drafts[place], vocab_size, num_rows)
+        depths = torch.full((num_rows,), num_rows)  # of rows that are no draft's
+        known = (0, *tree_shape(tuple(drafts[place].parents)).depths)
+        depths[: len(known)] = torch.tensor(known)
         for token, until, value in _entries(states[place]):
             if value == -math.inf:
-                given[:until, token] = False
-        ends.append(_open_dead_ends_(given))
+                given[depths < until, token] = False
         rows.append(given)
-    request, end = send(torch.tensor([places, ends]), device)
-    return Masks(request, send(torch.stack(rows), device), end)
-
-
-def _open_dead_ends_(rows: Tensor) -> int:
-    """Give the first row after the anchor's that allows nothing; allow all there and behind it."""
-    dead = [*(~rows.any(1)[1:]).tolist(), True]
-    end = 1 + dead.index(True)
-    rows[end:] = True
-    return end
+    allowed = torch.stack(rows)
+    dead = ~allowed.any(-1)
+    dead[:, 0] = False  # there is nothing to emit: an error, not an end
+    allowed |= dead[:, :, None]
+    return Masks(send(torch.tensor(places), device), send(allowed, device), send(dead, device))
