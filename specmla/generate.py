@@ -124,7 +124,7 @@ def generate(
             chooses it before each step.
         graphs: capture verifies as CUDA graphs first, in these buckets, or in `doubling_buckets`
             up to the prompts' number and K if True, and drafting of a `CapturableDrafter`; prompts
-            and penalties run as they do without. On a CPU the same buffers are used, no graphs.
+            run as they do without. On a CPU the same buffers are used, no graphs.
         overlap: plan every step before the last one's verdict has arrived (`overlapped_loop`).
 
     Raises:
@@ -222,6 +222,7 @@ def make_runner(
     chains = any(b.query_len > 1 and not b.trees for b in buckets)
     if isinstance(drafter, CapturableDrafter) and chains:
         drafter.capture(buckets, sampling)
+    most = max(len(tokens) + (p.max_tokens or step.max_seq_len) for tokens, p in prompts.values())
     return CapturedStep(
         step,
         forward,
@@ -229,4 +230,5 @@ def make_runner(
         sampling=sampling,
         draft_probs=None if drafter else False,
         eager=True,
+        history=most,
     )

@@ -26,8 +26,9 @@ from specmla.metadata import RequestRows
 from specmla.verify.accept import Acceptance, find_rule
 from specmla.verify.captured_buckets import capture_problems
 from specmla.verify.captured_graph import record
-from specmla.verify.captured_mode import Mode, find_mode, modes_of
+from specmla.verify.captured_mode import Mode, batches_of, find_mode, modes_of
 from specmla.verify.captured_plan import CapturedPlan
+from specmla.verify.captured_processors import ProcessorBuffers, ProcessorRoom, room_problems
 from specmla.verify.judge import Verdict, decide_step, logits_problems, send_verdict
 from specmla.verify.plan import LayOut, PlannedRequest, StepPlan
 from specmla.verify.proposal import DraftProposal
@@ -54,18 +55,22 @@ class CapturedStep:
         forward: runs the model over a plan. What it reads besides the plan must stay where it is.
         buckets: shapes to capture, in any order; with `eager`, there may be none.
         sampling: parameters, of which every kind is captured (greedy; sampled, without and with
-            filters), and that of all of them in one batch; their values don't matter. Penalties,
-            biases, bans and constraints are not captured.
+            filters; with penalties; with biases, bans or stops that `min_tokens` holds back), and
+            that of all of them in one batch; their values don't matter. Of biased and banned tokens
+            there is room for as many a request as the longest of them names.
         draft_probs: whether drafts of sampled requests come with distributions, float32; None for
             both. Their buffer takes B * K * W * 4 bytes of the largest bucket.
         eager: run what was not captured as `VerifyStep` does, rather than refuse it.
+        history: most distinct tokens of a request, prompt and output, that penalties count; None
+            for all that there can be. What it takes, and the time of a step, grow with it.
+        constraints: requests may have a `TokenConstraint`: B * Q * W bytes of the largest bucket.
 
     Attributes:
         states: [T, F] of the last step, if `forward` gives them; overwritten by the next.
 
     Raises:
-        ArgumentError: no bucket, ragged ones on a UNIFORM backend, arguments of other types, logits
-            of another shape.
+        ArgumentError: no bucket, ragged ones on a UNIFORM backend, arguments of other types, a
+            history below 1, logits of another shape.
         RuntimeError: a forward that can't be captured.
     """
 
@@ -78,9 +83,11 @@ class CapturedStep:
         sampling: Sequence[SamplingParams] = (SamplingParams(),),
         draft_probs: bool | None = False,
         eager: bool = False,
+        history: int | None = None,
+        constraints: bool = False,
     ) -> None:
         require(capture_problems(buckets, sampling), "CapturedStep")
-        found = []
+        found = room_problems(history, constraints)
         if not buckets and not eager:
             found.append("buckets is empty, accepted is one or more, or eager=True")
         if not sampling:
@@ -91,9 +98,9 @@ class CapturedStep:
         self.step, self.forward, self.eager = step, forward, eager
         self.states: Tensor | None = None
         self._open: tuple[StepPlan, Callable[[], Recorded]] | None = None
-        device = step.builder.device
-        groups = [[params] for params in sampling] + [list(sampling)]
-        batches = [SamplingBatch.build(group, device) for group in groups]
+        device, longest = step.builder.device, min(step.vocab_size, step.max_seq_len)
+        self._room = ProcessorRoom.of(sampling, min(history or longest, longest), constraints)
+        batches = batches_of(sampling, self._room, device)
         modes = {mode: b for b in batches for mode in modes_of(b, draft_probs)}
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         ordered = sorted(
@@ -173,6 +180,9 @@ class CapturedStep:
             found.append(mode)
         lens = [1 + r.num_drafts for r in planned]
         misfits = {bucket: bucket.problems(lens, bool(trees)) for bucket in self._plans}
+        if sampling.processors is not None:
+            for bucket, why in misfits.items():
+                why += self._room.problems(sampling.processors, bucket.num_requests)
         fitting = next((bucket for bucket, why in misfits.items() if not why), None)
         if fitting is not None and not found and isinstance(mode, Mode):
             return self._lay_out(self._plans[fitting], self._graphs[fitting, mode])
@@ -201,12 +211,15 @@ class CapturedStep:
         cells = [b.num_requests * (b.query_len - 1) * width if has_probs else 0 for b in buckets]
         size, kind = max(cells, default=0), torch.float32
         shared = torch.zeros(size, dtype=kind, device=builder.device)
+        room = self._room
+        kept = ProcessorBuffers(room, buckets, width, builder.device) if any(room) else None
         return {
             bucket: CapturedPlan(
                 builder,
                 bucket,
                 width,
                 shared[:count].view(bucket.num_requests, -1, width) if count else None,
+                kept.tables(bucket) if kept else None,
             )
             for bucket, count in zip(buckets, cells, strict=True)
         }

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specmla.verify.captured_processors import ProcessorRoom
 from specmla.verify.plan import PlannedRequest
 from specmla.verify.proposal import DraftProposal
-from specmla.verify.sampling import SamplingBatch
+from specmla.verify.sampling import SamplingBatch, SamplingParams
 from specmla.verify.sparse import SparseProbs
 
 Flags = tuple[tuple[str, object], ...]
@@ -28,10 +29,32 @@ class Mode(NamedTuple):
     flags: Flags
     has_probs: bool
 
+    @property
+    def has_processors(self) -> bool:
+        """Whether penalties, biases or masks are applied."""
+        return ("has_processors", True) in self.flags
+
     def __str__(self) -> str:
         """Name what differs between modes."""
         flags = [f"{name}={value}" for name, value in self.flags if isinstance(value, bool)]
         return ", ".join([*flags, f"draft_probs={self.has_probs}"])
+
+
+def batches_of(
+    sampling: Sequence[SamplingParams], room: ProcessorRoom, device: torch.device
+) -> list[SamplingBatch]:
+    """Give a batch of each kind of parameters and one of all; those that processors may apply to
+    with and without, since a request that is not in a step asks for nothing there.
+    """
+    groups = [[params] for params in sampling] + [list(sampling)]
+    found = []
+    for group in groups:
+        plain = SamplingBatch.build(group, device)
+        found.append(plain)
+        mine = ProcessorRoom.of(group, room.history, room.masks)
+        if mine.history or mine.biases or mine.masks:
+            found.append(dataclasses.replace(plain, has_processors=True))
+    return found
 
 
 def modes_of(sampling: SamplingBatch, draft_probs: bool | None) -> Iterator[Mode]:
@@ -63,6 +86,7 @@ def find_mode(
 
 
 def flags_of(sampling: SamplingBatch) -> Flags:
-    """Tell what of parameters is decided on the host."""
-    values = [(f.name, getattr(sampling, f.name)) for f in dataclasses.fields(sampling)]
+    """Tell what of parameters is decided on the host; of processors, whether there are any."""
+    names = [f.name for f in dataclasses.fields(sampling) if f.name != "processors"]
+    values = [(name, getattr(sampling, name)) for name in names]
     return tuple((name, Tensor if isinstance(v, Tensor) else v) for name, v in values)

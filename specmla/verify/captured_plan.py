@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Sequence
 
@@ -14,9 +15,11 @@ from specmla.capture import CapturedMetadata
 from specmla.mask import DraftMask
 from specmla.metadata import RequestRows, StepMetadata
 from specmla.staging import send
+from specmla.verify.captured_processors import fill
 from specmla.verify.captured_sampling import HeldSampling
 from specmla.verify.captured_trees import padded_tables, padded_trees, tree_sizes
 from specmla.verify.plan import PlannedRequest, StepPlan
+from specmla.verify.processors.tables import ProcessorTables
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.sampling import SamplingBatch
 from specmla.verify.tree import TreeTables
@@ -35,6 +38,7 @@ class CapturedPlan:
         bucket: the shape, K = Q - 1.
         vocab_size: W.
         draft_probs: [B, K, W] float32 for the drafts' distributions, or None: never given.
+        processors: penalties, biases and masks of B requests, or None: never given.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class CapturedPlan:
         bucket: Bucket,
         vocab_size: int,
         draft_probs: Tensor | None = None,
+        processors: ProcessorTables | None = None,
     ) -> None:
         num, length = bucket.num_requests, bucket.query_len
         self.bucket, self.vocab_size, self.draft_probs = bucket, vocab_size, draft_probs
@@ -59,11 +64,13 @@ class CapturedPlan:
         self._row_table = torch.arange(num * length, device=device).view(num, length)
         self._token_ids = torch.zeros(num, length, dtype=torch.int64, device=device)
         self._drafts = torch.full((num, length - 1), -1, device=device)
-        self._sampling = HeldSampling(num)
+        self._sampling, self._processors = HeldSampling(num), processors
 
     def hold(self, sampling: SamplingBatch) -> SamplingBatch:
         """Give parameters of B requests in buffers that stay, with the flags of `sampling`."""
-        return self._sampling.hold(sampling)
+        held = self._sampling.hold(sampling)
+        tables = self._processors if sampling.has_processors else None
+        return dataclasses.replace(held, processors=tables)
 
     def for_capture(self, sampling: SamplingBatch, *, has_probs: bool) -> StepPlan:
         """Give the plan over the buffers: what a graph begins with.
@@ -100,6 +107,8 @@ class CapturedPlan:
         if self._drafts.shape[1]:
             self._fill_drafts(proposal)
         self._sampling.fill(sampling)
+        if self._processors is not None:
+            fill(self._processors, sampling.processors)
         metadata = self.metadata.live(len(planned))
         has_probs = proposal is not None and proposal.probs is not None
         return self._plan(planned, metadata, sampling, has_probs=has_probs)

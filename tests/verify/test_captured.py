@@ -285,11 +285,11 @@ def test_sparse_draft_probs_are_those_of_their_dense_rows(model):
         assert ours.commit(verdict.plan, verdict) == expected
 
 
-def test_penalties_are_refused_and_run_eagerly_on_request(model):
+def test_penalties_that_were_not_captured_are_refused_and_run_eagerly_on_request(model):
     params = SamplingParams(max_tokens=40, repetition_penalty=1.5)
     step = started(model, [params])
     forward = forward_of(model, step)
-    graphs = CapturedStep(step, forward, [Bucket(1, 4)], sampling=[params])
+    graphs = CapturedStep(step, forward, [Bucket(1, 4)], sampling=[GREEDY])
     refused(graphs, "has_processors=True", propose(step, {0: 2}, 0))
     verdict = CapturedStep(step, forward, [Bucket(1, 4)], eager=True).run()
     assert len(step.commit(verdict.plan, verdict)) == 1
