@@ -148,10 +148,11 @@ class BlockDrafter(CapturableBlocks):
         wanted, others = self._split(requests)
         if not wanted:
             return None
-        self._reserve(wanted)
-        metadata = self._build(wanted)
-        self._store_context(wanted, metadata)
-        output = self._output(wanted, others, metadata, wanted[0].drafts)
+        with self._undone_by_errors(wanted):
+            self._reserve(wanted)
+            metadata = self._build(wanted)
+            self._store_context(wanted, metadata)
+            output = self._output(wanted, others, metadata, wanted[0].drafts)
         self._keep(wanted)
         return output
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from drafters.block_graphs import BlockGraphs, BlockInputs, BlockRun
+from drafters.draft_cache import given_back_by_errors
 from specmla import Bucket, send_arrays
 
 if TYPE_CHECKING:
@@ -56,20 +58,29 @@ class CapturableBlocks:
         graph = self._graphs.find([w.drafts for w in wanted], batch)
         if graph is None:
             return None
-        self._reserve(wanted)
-        runs = []
-        for w in wanted:
-            known, tokens = self._log[w.request_id], w.request.tokens
-            start, states = known.stored - known.first, self._log.take([w.request_id])
-            if len(states) > self._graphs.most_rows:
-                self._store_behind(w.request_id, start, states)
-                start, states = start + len(states), states[:0]
-            run = BlockRun(w.request_id, start, states, tokens[-1], len(tokens) - 1, w.drafts)
-            runs.append(run)
-        graph.inputs.fill(runs)
-        drawn = self._graphs.run(graph, batch)
+        with self._undone_by_errors(wanted):
+            self._reserve(wanted)
+            graph.inputs.fill([self._take(w, self._graphs.most_rows) for w in wanted])
+            drawn = self._graphs.run(graph, batch)
         self._keep(wanted)
         return drawn
+
+    def _take(self, w: Wanted, most: int) -> BlockRun:
+        """Take a request's new context rows; more than `most` are stored at once."""
+        known, tokens = self._log[w.request_id], w.request.tokens
+        start, states = known.stored - known.first, self._log.take([w.request_id])
+        if len(states) > most:
+            self._store_behind(w.request_id, start, states)
+            start, states = start + len(states), states[:0]
+        return BlockRun(w.request_id, start, states, tokens[-1], len(tokens) - 1, w.drafts)
+
+    @contextmanager
+    def _undone_by_errors(self, wanted: Sequence[Wanted]) -> Iterator[None]:
+        """Take no state and no page of these requests if what is done inside fails."""
+        names = [w.request_id for w in wanted]
+        pages = given_back_by_errors(self.cache.blocks, names)
+        with self._log.undone_by_errors(names), pages:
+            yield
 
     def _store_behind(self, request_id: Hashable, start: int, states: Tensor) -> None:
         """Store more context rows than a graph holds."""

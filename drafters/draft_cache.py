@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -121,3 +122,15 @@ class DraftCache:
         """Give all pages of a request back; unknown names are ignored."""
         if request_id in self.blocks:
             self.blocks.free(request_id)
+
+
+@contextmanager
+def given_back_by_errors(blocks: BlockManager, request_ids: Iterable[Hashable]) -> Iterator[None]:
+    """Give back the pages that these requests reserve inside, if that fails; rows kept stay."""
+    try:
+        yield
+    except BaseException:
+        for name in request_ids:
+            if name in blocks:
+                blocks.roll_back(name, blocks.length(name))
+        raise

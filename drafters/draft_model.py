@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from drafters.draft_cache import given_back_by_errors
 from drafters.model_rounds import ModelRounds
 from specmla import (
     Bucket,
@@ -115,9 +116,11 @@ class DraftModelDrafter:
         if any(r.sampling.temperature > 0 for r, _ in drafted):
             dtype = torch.promote_types(self.cache.layer(0).dtype, torch.float32)
             probs = torch.zeros(*shape, self.vocab_size, dtype=dtype, device=self.builder.device)
-        self._reserve(drafted)
-        if drafted and not self._replay(drafted, tokens, probs):
-            self._draft(drafted, tokens, probs)
+        with given_back_by_errors(self.blocks, [r.request_id for r, _ in drafted]):
+            self._reserve(drafted)
+            if drafted and not self._replay(drafted, tokens, probs):
+                self._draft(drafted, tokens, probs)
+        self._drafted |= {r.request_id: (len(r.tokens), n) for r, n in drafted}
         return DraftProposal(names, counts, tokens, probs)
 
     def observe(self, results: Sequence[RequestResult], hidden: HiddenRows | None = None) -> None:
@@ -151,11 +154,10 @@ class DraftModelDrafter:
                 self._tokens[r.request_id] = array("q")
             known = self._tokens[r.request_id]
             known.extend(r.tokens[len(known) :])  # a prompt, or steps that were not drafted for
+            self._drafted.pop(r.request_id, None)
             pending = len(r.tokens) - self.blocks.length(r.request_id)
             needs[r.request_id] = pending + count - 1
         self.blocks.reserve(needs)
-        for r, count in requests:
-            self._drafted[r.request_id] = (len(r.tokens), count)
 
     @torch.inference_mode()
     def _replay(

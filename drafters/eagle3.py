@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drafters.draft_cache import DraftCache
+from drafters.draft_cache import DraftCache, given_back_by_errors
 from drafters.eagle3_config import check_eagle3
 from drafters.sheet import DraftSheet, Wanted, drawn_proposal, split_wanted
 from drafters.state_graphs import StateGraphs, StateRounds
@@ -115,12 +115,14 @@ class Eagle3Drafter:
             return DraftProposal(tuple(r.request_id for r in others), (0,) * len(others), empty)
         self._log.renew(w.request_id for w in wanted)
         runs = [self._log[w.request_id] for w in wanted]
-        self.cache.reserve(
-            {w.request_id: r.num_pending + w.drafts - 1 for w, r in zip(wanted, runs, strict=True)}
-        )
-        proposal = self._replay(wanted, others) or self._draft(wanted, others)
-        for w, run in zip(wanted, runs, strict=True):
-            self.cache.keep(w.request_id, run.num_known)
+        names = [w.request_id for w in wanted]
+        pages = given_back_by_errors(self.cache.blocks, names)
+        with self._log.undone_by_errors(names), pages:
+            more = [r.num_pending + w.drafts - 1 for w, r in zip(wanted, runs, strict=True)]
+            self.cache.reserve(dict(zip(names, more, strict=True)))
+            proposal = self._replay(wanted, others) or self._draft(wanted, others)
+        for name, run in zip(names, runs, strict=True):
+            self.cache.keep(name, run.num_known)
         return self._mapped(proposal)
 
     def _replay(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from drafters.draft_cache import given_back_by_errors
 from drafters.draft_model import DraftModelDrafter
 from drafters.tree_shape import RATES, TreePlan, check_rates, plan_tree, union
 from drafters.tree_sheet import TreeSheet
@@ -87,9 +88,12 @@ class DraftModelTreeDrafter(DraftModelDrafter):
         if not wanted:
             names = tuple(r.request_id for r in ordered)
             return DraftProposal(names, (0,) * len(names), torch.empty(len(names), 0).long())
-        self._reserve([(r, len(plan.inner) + 1) for r, plan in drafted])
+        with given_back_by_errors(self.blocks, list(drawn)):
+            self._reserve([(r, len(plan.inner) + 1) for r, plan in drafted])
+            sheet = self._draw(wanted, plans)
+        self._drafted |= {r.request_id: (len(r.tokens), len(plan.inner) + 1) for r, plan in drafted}
         self._plans |= {r.request_id: plan for r, plan in drafted}
-        return self._draw(wanted, plans).proposal(plans, ordered)
+        return sheet.proposal(plans, ordered)
 
     def capture(self, buckets: Sequence[Bucket], sampling: Sequence[SamplingParams]) -> None:
         """Capture nothing: the rows of a tree's passes differ from step to step."""

@@ -34,6 +34,7 @@ from specmla import (
     RequestRows,
     RotaryEmbedding,
     SamplingCache,
+    fill_copies,
 )
 
 if TYPE_CHECKING:
@@ -102,11 +103,17 @@ class MTPDrafter:
             return DraftProposal(tuple(r.request_id for r in others), (0,) * len(others), empty)
         self._log.renew(w.request_id for w in wanted)
         # The rows of later depths stand where the anchor and the drafts will.
-        copies = self.step.blocks.reserve({w.request_id: w.drafts for w in wanted})
-        self.step.cache.copy_pages(copies)
-        drawn = self._graphs.run(wanted, [self._pending_rows(w) for w in wanted])
-        if drawn is not None:
-            return drawn_proposal(wanted, others, drawn)
+        needs = {w.request_id: w.drafts for w in wanted}
+        copies = self.step.blocks.reserve(needs)
+        fill_copies(self.step.cache, self.step.blocks, copies, list(needs))
+        with self._log.undone_by_errors(needs):
+            drawn = self._graphs.run(wanted, [self._pending_rows(w) for w in wanted])
+            if drawn is not None:
+                return drawn_proposal(wanted, others, drawn)
+            return self._draft(wanted, others)
+
+    def _draft(self, wanted: Sequence[Wanted], others: Sequence[DraftRequest]) -> DraftProposal:
+        """Draft round by round."""
         out, anchors = self._first_round(wanted)
         sheet = DraftSheet(wanted, anchors, self.vocab_size, self._sampling)
         tokens = sheet.fill(0, self.model.logits(out))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,6 +106,17 @@ class StateLog:
             run.last = newest[-1:] if len(newest) <= _FEW else newest[-1:].clone()
             run.pending, run.stored = [], run.end
         return torch.cat(taken)
+
+    @contextmanager
+    def undone_by_errors(self, request_ids: Iterable[Hashable]) -> Iterator[None]:
+        """Hold these requests' states again if what takes them inside fails."""
+        names = list(request_ids)
+        runs = [replace(self._runs[name], pending=self._runs[name].pending[:]) for name in names]
+        try:
+            yield
+        except BaseException:
+            self._runs.update(zip(names, runs, strict=True))
+            raise
 
     def forget(self, request_id: Hashable) -> bool:
         """Drop a request; tell whether it was known."""

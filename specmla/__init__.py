@@ -19,6 +19,7 @@ from specmla.budget.gate import Gate, StopRule, SurvivalThreshold, ThroughputSto
 from specmla.budget.history import HistoryBudget
 from specmla.builder import MetadataBuilder
 from specmla.cache.blocks import BlockManager
+from specmla.cache.copies import fill_copies
 from specmla.cache.formats import CacheFormat, cache_format
 from specmla.cache.latent import LatentCache
 from specmla.cache.layout import CacheLayout
@@ -193,6 +194,7 @@ __all__ = [
     "committed_rows",
     "doubling_buckets",
     "draw_siblings",
+    "fill_copies",
     "generate",
     "get_backend",
     "get_prompt_kernel",
