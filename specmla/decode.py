@@ -43,16 +43,20 @@ def decode_loop(
             step.add(request_id, tokens, sampling)
             running.append(request_id)
         while running:
-            wanted = draft_requests(step, num_speculative_tokens, running) if drafter else []
-            verdict = runner.run(drafter.propose(wanted) if drafter and wanted else None, running)
+            proposal = None
+            if drafter is not None and (
+                wanted := draft_requests(step, num_speculative_tokens, running)
+            ):
+                proposal = drafter.propose(wanted)
+            verdict = runner.run(proposal, running)
             results = step.commit(verdict.plan, verdict)
             ended = [r.request_id for r in results if r.finish_reason]
-            running = [name for name in running if name not in ended]
-            if drafter:
+            if drafter is not None:
                 states = runner.states
                 rows = None if states is None else committed_rows(verdict.plan, results, states)
                 _tell(drafter, num_speculative_tokens, results, rows)
                 _reset(ended, drafter, num_speculative_tokens)
+            running = [name for name in running if name not in ended]
             yield results
     finally:  # an error, or a caller that stops early, leaves no request and no page behind
         step.drop(running)
@@ -91,7 +95,7 @@ def _tell(
 def _reset(names: Sequence[Hashable], drafter: Drafter | None, budget: object) -> None:
     """Let drafter and budget forget requests."""
     for name in names:
-        if drafter:
+        if drafter is not None:
             drafter.reset(name)
         if isinstance(budget, Budget):
             budget.reset(name)

@@ -194,7 +194,7 @@ def _buckets(
     if graphs is not True:
         return list(graphs)
     budget = num_drafts if isinstance(num_drafts, Budget) else FixedBudget(num_drafts)
-    most = min(budget.max_drafts, step.max_seq_len - 1) if drafter else 0
+    most = min(budget.max_drafts, step.max_seq_len - 1) if drafter is not None else 0
     trees = getattr(drafter, "drafts_trees", False)
     return doubling_buckets(len(prompts), 1 + most, trees=trees)
 
@@ -212,7 +212,7 @@ def make_runner(
     Arguments and errors are those of `generate`; `decode_loop` runs any prompts of the same kinds
     of sampling on what it gives.
     """
-    if drafter:
+    if drafter is not None:
         step.check_drafter(drafter.vocab_size)
     forward = make_forward(model, step, getattr(drafter, "hidden_layers", ()))
     buckets = _buckets(model, step, prompts, drafter, num_drafts, graphs)
@@ -228,7 +228,7 @@ def make_runner(
         forward,
         buckets,
         sampling=sampling,
-        draft_probs=None if drafter else False,
+        draft_probs=False if drafter is None else None,
         eager=True,
         history=most,
     )

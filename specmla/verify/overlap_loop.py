@@ -75,10 +75,10 @@ def _loop(
                 continue
             results = overlap.commit()
             ended = [r.request_id for r in results if r.finish_reason]
-            running = [name for name in running if name not in ended]
-            if drafter:
+            if drafter is not None:
                 drafter.observe(results)
                 _reset(ended, drafter)
+            running = [name for name in running if name not in ended]
             yield results
     finally:  # an error, or a caller that stops early, leaves no request and no page behind
         overlap.drop(running)
@@ -91,12 +91,14 @@ def _draft(
     num_drafts: int | Mapping[Hashable, int],
     names: Sequence[Hashable],
 ) -> DraftsAhead | None:
-    wanted = overlap.draft_requests(num_drafts, names, ahead=True) if drafter else []
-    proposal = drafter.propose(wanted) if drafter and wanted else None
+    if drafter is None:
+        return None
+    wanted = overlap.draft_requests(num_drafts, names, ahead=True)
+    proposal = drafter.propose(wanted) if wanted else None
     return None if proposal is None else DraftsAhead(proposal, num_drafts)
 
 
 def _reset(names: Sequence[Hashable], drafter: Drafter | None) -> None:
     for name in names:
-        if drafter:
+        if drafter is not None:
             drafter.reset(name)
