@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -22,6 +23,10 @@ from specmla.verify.sampling import SamplingParams
 LEAST_P = 1e-4
 """A frequency test fails below this probability of a deviation as large."""
 _LENGTH = 7
+_ASKED = {
+    "plain": SamplingParams(1.0),
+    "filtered": SamplingParams(0.8, top_k=8, top_p=0.9),
+}
 
 
 @dataclass
@@ -62,7 +67,8 @@ def check_drafter(
     """Check a drafter against a target.
 
     * honest: over many seeds, the drafts of each place are as frequent as the reported
-      distributions say (chi-square), and none has probability 0.
+      distributions say (chi-square), and none has probability 0; for requests at temperature 1 and
+      for those with filters, whose drafts may be drawn from either but must be reported as drawn.
     * cache: after any history of acceptances of its own drafts it proposes what a fresh drafter
       proposes that is given the committed tokens as a prompt.
     * seeds: equal seeds give equal drafts, alone, among other requests, and asked again behind a
@@ -101,8 +107,16 @@ def _count_frequencies(
 ) -> list[str]:
     """Compare frequencies with the reported rows; the rows of later places depend on the draws."""
     histories = dict.fromkeys(range(num_samples), _prompt(target, 0, _LENGTH))
-    sampling = {i: SamplingParams(1.0, seed=i) for i in histories}
-    drafted = list(drafts_after(target, make, histories, sampling, num_drafts).values())
+    reasons: list[str] = []
+    for name, params in _ASKED.items():
+        sampling = {i: dataclasses.replace(params, seed=i) for i in histories}
+        drafted = list(drafts_after(target, make, histories, sampling, num_drafts).values())
+        reasons += [f"{name}: {reason}" for reason in _drawn_otherwise(drafted, num_drafts)]
+    return reasons
+
+
+def _drawn_otherwise(drafted: Sequence[Proposed], num_drafts: int) -> list[str]:
+    """List the places whose drafts are not those of their rows."""
     reasons: list[str] = []
     for place in range(num_drafts):
         rows = [p for p in drafted if len(p.tokens) > place and int(p.tokens[place]) >= 0]

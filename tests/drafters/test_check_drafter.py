@@ -126,6 +126,17 @@ class Sharpened(Wrong):
         return type(given)(given.request_ids, given.counts, given.tokens, probs)
 
 
+class Raw(Wrong):
+    """Draws from filtered rows and reports them as they were before, of filtered requests alone."""
+
+    def propose(self, requests):
+        given = super().propose(requests)
+        if given.probs is None or not any(r.sampling.top_k for r in requests):
+            return given
+        mixed = 0.9 * given.probs + 0.1 / VOCAB
+        return type(given)(given.request_ids, given.counts, given.tokens, mixed)
+
+
 class Forgetful(Wrong):
     """Hears every second step only, and of the others what is not so."""
 
@@ -169,7 +180,8 @@ class Counting(Wrong):
 @pytest.mark.parametrize(
     ("wrong", "check"),
     [
-        (Sharpened, "honest"),
+        (Sharpened, "honest: plain: draft 0 is not drawn from the reported rows"),
+        (Raw, "honest: filtered: draft 0 is not drawn from the reported rows"),
         (Forgetful, "cache"),
         (Unseeded, "seeds"),
         (Counting, "seeds: request 0 drafts other tokens asked twice"),
