@@ -42,6 +42,7 @@ from specmla.verify.plan import (
     host_arrays,
 )
 from specmla.verify.processors.attach import with_processors
+from specmla.verify.processors.history import HeldHistory
 from specmla.verify.proposal import DraftProposal, RequestResult
 from specmla.verify.roster import RequestRoster
 from specmla.verify.sampling import SamplingBatch
@@ -94,6 +95,7 @@ class VerifyStep(RequestRoster):
         check_impl(acceptance, self._rule, builder.device)
         self.acceptance = acceptance
         self._sampling = SamplingCache(builder.device)
+        self._history = HeldHistory(builder.device)
 
     def check_drafter(self, vocab_size: int) -> None:
         """Refuse a drafter of another vocabulary size, unless `allow_vocab_mismatch` is set.
@@ -137,7 +139,7 @@ class VerifyStep(RequestRoster):
         if any(r.tree for r in planned):
             require(tree_rule_problems(self._rule), "VerifyStep.plan")
         sampling = self._sampling.get(r.state.sampling for r in planned)
-        sampling = with_processors(sampling, planned, proposal, self.vocab_size)
+        sampling = with_processors(sampling, planned, proposal, self.vocab_size, self._history)
         lay = self.lay_out if layout is None else layout.choose(planned, proposal, sampling)
         copies = self.blocks.reserve({r.request_id: len(r.pending) + r.num_drafts for r in planned})
         try:
@@ -199,7 +201,8 @@ class VerifyStep(RequestRoster):
         if flagged:
             self.cancel(plan)
             what = "logits" if plan.draft_probs is None else "logits or draft probabilities"
-            raise NumericsError(f"{what} hold NaN or no finite value for requests {flagged}")
+            text = f"{what} hold NaN or no finite value for requests {flagged}"
+            raise NumericsError(text, flagged)
         move_paths(self.cache, self.blocks.block_ids, plan.requests, decided)
         try:
             advance_constraints(plan.requests, decided)

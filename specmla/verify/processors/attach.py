@@ -11,6 +11,7 @@ from torch import Tensor
 from specmla.verify.plan import PlannedRequest, StepPlan, rows_of_requests
 from specmla.verify.processors.apply import RowHistory, apply_processors, chain_history
 from specmla.verify.processors.constraint import Drafted
+from specmla.verify.processors.history import HeldHistory
 from specmla.verify.processors.tables import any_processor, build_tables
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.sampling import SamplingBatch
@@ -21,6 +22,7 @@ def with_processors(
     planned: Sequence[PlannedRequest],
     proposal: DraftProposal | None,
     vocab_size: int,
+    history: HeldHistory | None = None,
 ) -> SamplingBatch:
     """Give `sampling` with the tables of the step, or itself where no request needs any.
 
@@ -33,6 +35,7 @@ def with_processors(
         planned: requests of the step, in its order.
         proposal: their drafts.
         vocab_size: W of the target.
+        history: token counts of earlier steps; None: there are none on the device yet.
 
     Raises:
         ArgumentError: a constraint that gives no masks.
@@ -43,7 +46,8 @@ def with_processors(
     nothing = Drafted((), ())
     drafts = [nothing if r.state.constraint is None else _drafted(r, proposal) for r in planned]
     num_rows = 1 + max(r.num_drafts for r in planned)
-    tables = build_tables(states, drafts, num_rows, vocab_size, sampling.seeds.device)
+    device = sampling.seeds.device
+    tables = build_tables(states, drafts, num_rows, vocab_size, device, history)
     return dataclasses.replace(sampling, has_processors=True, processors=tables)
 
 

@@ -12,12 +12,15 @@ class TokenCounts:
     Attributes:
         ids: the tokens, of prompt and output.
         outputs: times that each is in the output; 0 for those of the prompt alone.
+        changed: places in both that were written since whoever copies them cleared the list; a
+            place may stand there twice.
     """
 
-    __slots__ = ("_place", "ids", "outputs")
+    __slots__ = ("__weakref__", "_place", "changed", "ids", "outputs")
 
     def __init__(self, prompt: Iterable[int]) -> None:
         self.ids, self.outputs = array("q"), array("q")
+        self.changed: list[int] = []
         self._place: dict[int, int] = {}
         for token in prompt:
             self._at(token)
@@ -25,7 +28,9 @@ class TokenCounts:
     def add(self, tokens: Iterable[int]) -> None:
         """Count committed tokens of the output."""
         for token in tokens:
-            self.outputs[self._at(token)] += 1
+            place = self._at(token)
+            self.outputs[place] += 1
+            self.changed.append(place)
 
     def _at(self, token: int) -> int:
         place = self._place.setdefault(token, len(self.ids))

@@ -16,6 +16,7 @@ from specmla.staging import send, send_arrays
 from specmla.verify.params import SamplingParams
 from specmla.verify.processors.constraint import Drafted, TokenConstraint, constraint_rows
 from specmla.verify.processors.counts import TokenCounts
+from specmla.verify.processors.history import HeldHistory
 from specmla.verify.tree import tree_shape
 
 _ALWAYS = 2**62
@@ -102,6 +103,7 @@ def build_tables(
     num_rows: int,
     vocab_size: int,
     device: torch.device,
+    history: HeldHistory | None = None,
 ) -> ProcessorTables:
     """Send the tables of a step in one copy, and one more for masks.
 
@@ -111,16 +113,16 @@ def build_tables(
         num_rows: K + 1 of the step.
         vocab_size: W.
         device: where they go.
+        history: holds the token counts of earlier steps on that device; None: all are sent.
     """
+    counts = [s.counts for s in states if s.counts is not None]
+    history = history or HeldHistory(device)
     arrays = _penalty_arrays(states) | _bias_arrays(states)
-    sent = send_arrays(arrays, device)
+    sent = send_arrays(arrays | (history.changes(counts) if counts else {}), device)
     penalties = biases = None
-    if arrays["penalised"]:
-        ids = sent["ids"].view(len(arrays["penalised"]), -1)
+    if counts:
         reals = sent["reals"].view(torch.float32).view(-1, 4)
-        penalties = Penalties(
-            sent["penalised"], ids, sent["outputs"].view_as(ids), *reals[:, :3].unbind(1)
-        )
+        penalties = Penalties(sent["penalised"], *history.take(sent), *reals[:, :3].unbind(1))
     if arrays["biased"]:
         value = sent["value"].view(torch.float32)[::2]
         biases = Biases(sent["biased"], sent["token"], sent["until"], value)
@@ -128,17 +130,12 @@ def build_tables(
 
 
 def _penalty_arrays(states: Sequence[Processed]) -> dict[str, array[int]]:
-    penalised, ids, outputs = array("q"), array("q"), array("q")
-    reals = bytearray()
-    longest = max((len(s.counts.ids) for s in states if s.counts is not None), default=0)
+    penalised, reals = array("q"), bytearray()
     for place, state in enumerate(states):
         if state.counts is None:
             continue
-        known, times, params = state.counts.ids, state.counts.outputs, state.sampling
-        missing = longest - len(known)
+        params = state.sampling
         penalised.append(place)
-        ids.extend(known + known[:1] * missing)
-        outputs.extend(times + times[:1] * missing)
         reals += struct.pack(
             "4f",
             params.repetition_penalty,
@@ -147,7 +144,7 @@ def _penalty_arrays(states: Sequence[Processed]) -> dict[str, array[int]]:
             0.0,
         )
     packed = array("q", bytes(reals))
-    return {"penalised": penalised, "ids": ids, "outputs": outputs, "reals": packed}
+    return {"penalised": penalised, "reals": packed}
 
 
 def _bias_arrays(states: Sequence[Processed]) -> dict[str, array[int]]:
