@@ -27,7 +27,7 @@ from specmla.kernels.hopper.layouts import (
 )
 from specmla.kernels.hopper.masks import hide_keys, read_limits
 from specmla.kernels.hopper.pieces import first_piece, next_piece, read_piece
-from specmla.kernels.hopper.softmax import fold, scale_rows, score, weigh
+from specmla.kernels.hopper.softmax import fold, scale_rows, score, shrink_rows, weigh
 from specmla.kernels.hopper.tiles import (
     clear_tail,
     put_half,
@@ -50,7 +50,7 @@ def left_partition(
     """Scores and softmax of the first block of each pair, and the left half of the output."""
     target, query, tables, walk, scale_log2 = attend
     queries, keys_shared, exchange, full, free, signal = shared
-    weights_ready, queries_asked, queries_ready, sums_ready = signal
+    first_max_ready, weights_ready, queries_asked, queries_ready, sums_ready = signal
     out_ptr, lse_ptr, part_ptr, part_stat_ptr = target
     latent_ptr, rope_ptr, stride_latent_t, stride_latent_h, stride_rope_t, stride_rope_h = query
     q_left, _q_right, q_rope = queries
@@ -84,10 +84,11 @@ def left_partition(
             arrive(free[0].index(stage))
             s = hide_keys(s, b, prefix, limits, WINDOW, TREE)
             new_max = gl.maximum(row_max, gl.max(s, axis=1) * scale_log2)
+            maxima.index(0).store(new_max)
+            arrive(first_max_ready)
             p = weigh(s, new_max, scale_log2)
             p16 = p.to(k_left.dtype)
             weights.index(it >> 24).store(p16)
-            maxima.index(0).store(new_max)
             fence_async_shared()
             arrive(weights_ready[0])
             shrink = gl.exp2(row_max - new_max)
@@ -96,7 +97,7 @@ def left_partition(
             if (b + 1) * BLOCK > keys:
                 clear_tail(k_left, stage, keys - b * BLOCK, it >> 24)
             if b > at[2]:
-                acc = scale_rows(acc, shrink)
+                acc = shrink_rows(acc, shrink)
             operand = gl.convert_layout(p16, P_LAYOUT)
             acc = warpgroup_mma(operand, k_left.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -112,7 +113,7 @@ def left_partition(
                 row_max = new_max
                 if (b + 2) * BLOCK > keys:
                     clear_tail(k_left, stage, keys - (b + 1) * BLOCK, it >> 24)
-                acc = scale_rows(acc, shrink)
+                acc = shrink_rows(acc, shrink)
                 other = k_rope.index(stage)
                 acc = warpgroup_mma(other, k_left.index(stage), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[acc])

@@ -18,7 +18,7 @@ from specmla.kernels.gluon_api import arrive, wait
 from specmla.kernels.hopper.layouts import BLOCK, FLOOR, HALF, O_LAYOUT, P_LAYOUT, S_LAYOUT, S_ROWS
 from specmla.kernels.hopper.masks import hide_keys, read_limits
 from specmla.kernels.hopper.pieces import first_piece, next_piece, read_piece
-from specmla.kernels.hopper.softmax import fold, scale_rows, score, weigh
+from specmla.kernels.hopper.softmax import fold, scale_rows, score, shrink_rows, weigh
 from specmla.kernels.hopper.tiles import clear_tail, put_half, read_half, write_out, write_part
 
 
@@ -34,7 +34,7 @@ def right_partition(
     """Scores and softmax of the second block of each pair, and the right half of the output."""
     target, query, tables, walk, scale_log2 = attend
     queries, keys_shared, exchange, full, free, signal = shared
-    weights_ready, queries_asked, queries_ready, sums_ready = signal
+    first_max_ready, weights_ready, queries_asked, queries_ready, sums_ready = signal
     out_ptr, _lse_ptr, part_ptr, _part_stat_ptr = target
     latent_ptr, _rope_ptr, stride_latent_t, stride_latent_h, _stride_rope_t, _stride_rope_h = query
     _q_left, q_right, _q_rope = queries
@@ -64,32 +64,33 @@ def right_partition(
             other = (it + 1) % 2
             s = score(queries, keys_shared, full, other, (it + 1) // 2 & 1, it >> 24)
             it += 2
-            wait(weights_ready[0], firsts & 1)
-            firsts += 1
+            # Its own weights come before the product with the other block's: the left partition
+            # waits for them, and its products are what frees the stages.
+            wait(first_max_ready, firsts & 1)
             first_max = maxima.index(0).load(S_ROWS)
-            shrink = gl.exp2(row_max - first_max)
-            if b > at[2]:
-                acc = scale_rows(acc, shrink)
-            acc = warpgroup_mma(weights.index(it >> 24), k_right.index(stage), acc, is_async=True)
             s = hide_keys(s, b + 1, prefix, limits, WINDOW, TREE)
             new_max = gl.maximum(first_max, gl.max(s, axis=1) * scale_log2)
             p = weigh(s, new_max, scale_log2)
             p16 = p.to(k_left.dtype)
-            row_sum = scale_rows(row_sum, shrink)
-            shrink = gl.exp2(first_max - new_max)
-            row_sum = scale_rows(row_sum, shrink) + fold(p)
-            row_max = new_max
-            # The rope part of this block has served and is as large as its weights. Stored before
-            # the product is awaited, or the compiler moves the exponentials behind the wait.
+            # The rope part of this block has served and is as large as its weights.
             k_rope.index(other).store(p16)
             maxima.index(1).store(new_max)
             fence_async_shared()
             arrive(weights_ready[1])
+            first_shrink = gl.exp2(row_max - first_max)
+            shrink = gl.exp2(first_max - new_max)
+            row_sum = scale_rows(row_sum, first_shrink * shrink) + fold(p)
+            row_max = new_max
+            if b > at[2]:
+                acc = shrink_rows(acc, first_shrink)
+            wait(weights_ready[0], firsts & 1)
+            firsts += 1
+            acc = warpgroup_mma(weights.index(it >> 24), k_right.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             arrive(free[2].index(stage))
             if (b + 2) * BLOCK > keys:
                 clear_tail(k_right, other, keys - (b + 1) * BLOCK, it >> 24)
-            acc = scale_rows(acc, shrink)
+            acc = shrink_rows(acc, shrink)
             operand = gl.convert_layout(p16, P_LAYOUT)
             acc = warpgroup_mma(operand, k_right.index(other), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -98,13 +99,14 @@ def right_partition(
             # A last block without a partner.
             stage = it % 2
             it += 1
+            wait(first_max_ready, firsts & 1)
             wait(weights_ready[0], firsts & 1)
             firsts += 1
             new_max = maxima.index(0).load(S_ROWS)
             shrink = gl.exp2(row_max - new_max)
             row_sum = scale_rows(row_sum, shrink)
             if end - 1 > at[2]:
-                acc = scale_rows(acc, shrink)
+                acc = shrink_rows(acc, shrink)
             if end * BLOCK > keys:
                 clear_tail(k_right, stage, keys - (end - 1) * BLOCK, it >> 24)
             acc = warpgroup_mma(weights.index(it >> 24), k_right.index(stage), acc, is_async=True)
