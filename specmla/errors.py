@@ -72,7 +72,15 @@ class ConstraintError(SpecMLAError, RuntimeError):
 
 
 class NumericsError(SpecMLAError, ArithmeticError):
-    """A row of logits holds NaN or no finite value; no state was changed."""
+    """A row of logits holds NaN or no finite value; no state was changed.
+
+    Attributes:
+        request_ids: whose rows they are; the step's other requests can be planned again without.
+    """
+
+    def __init__(self, message: str, request_ids: Sequence[Hashable] = ()) -> None:
+        self.request_ids = tuple(request_ids)
+        super().__init__(message)
 
 
 def require(reasons: Sequence[str], subject: str) -> None:

@@ -210,8 +210,8 @@ class OverlappedStep:
     def remove(self, request_id: Hashable) -> None:
         """Drop a request at any time and give its pages back; what is under way of it is lost.
 
-        To preempt it, add it again later with its committed tokens as prompt (and fewer
-        `max_tokens`): with the same seed it goes on as it would have from there.
+        To preempt it, add it again later with its seed and, as `output`, what it had emitted: it
+        goes on as it would have from there.
         """
         self._flights.remove(request_id)
 
@@ -234,5 +234,6 @@ class OverlappedStep:
         self._flights.cancel_all()
         raise NumericsError(
             f"logits or draft probabilities hold NaN or no finite value for requests {flagged}; "
-            "all steps under way are cancelled"
+            "all steps under way are cancelled",
+            flagged,
         )

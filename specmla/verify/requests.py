@@ -41,28 +41,29 @@ class RequestState:
         vocab_size: int,
         max_seq_len: int,
         constraint: TokenConstraint | None = None,
+        output: Sequence[int] = (),
     ) -> None:
-        """Check the prompt.
+        """Check the prompt, and what was emitted after it before the request was preempted.
 
         Raises:
             ArgumentError: an empty prompt, ids outside the vocabulary, no room for one new token,
                 no id that may be emitted.
-            ArgumentTypeError: a prompt that is no sequence of integers, or other parameters.
+            ArgumentTypeError: tokens that are no sequence of integers, or other parameters.
         """
         _check_types(request_id, sampling, constraint)
-        try:
-            tokens = array("q", list(prompt))  # of bytes, array would take eight for one number
-        except (TypeError, OverflowError) as error:
-            raise ArgumentTypeError(
-                f"request {request_id!r}: prompt accepts integers of 64 bits: {error}"
-            ) from error
-        found = _problems(tokens, sampling, vocab_size, max_seq_len)
+        tokens, emitted = (
+            _tokens(given, f"request {request_id!r}: {name}")
+            for name, given in (("prompt", prompt), ("output", output))
+        )
+        found = _problems(tokens, emitted, sampling, vocab_size, max_seq_len)
         require(found, f"request {request_id!r}")
         self.request_id = request_id
-        self.tokens = tokens
+        self.tokens = tokens + emitted
         self.num_prompt = len(tokens)
         self.sampling = sampling.seeded()
         self.counts = TokenCounts(tokens) if sampling.has_penalties else None
+        if self.counts is not None:
+            self.counts.add(emitted)
         self.constraint = constraint
         most = sampling.max_tokens
         self.limit = max_seq_len if most is None else min(max_seq_len, len(tokens) + most)
@@ -107,6 +108,13 @@ class RequestState:
             self.counts.add(emitted)
 
 
+def _tokens(given: Sequence[int], label: str) -> array[int]:
+    try:
+        return array("q", list(given))  # of bytes, array would take eight for one number
+    except (TypeError, OverflowError) as error:
+        raise ArgumentTypeError(f"{label} accepts integers of 64 bits: {error}") from error
+
+
 def _check_types(request_id: Hashable, sampling: object, constraint: object) -> None:
     if not isinstance(sampling, SamplingParams):
         raise ArgumentTypeError(
@@ -122,20 +130,28 @@ def _check_types(request_id: Hashable, sampling: object, constraint: object) -> 
 
 
 def _problems(
-    tokens: array[int], sampling: SamplingParams, vocab_size: int, max_seq_len: int
+    tokens: array[int],
+    output: array[int],
+    sampling: SamplingParams,
+    vocab_size: int,
+    max_seq_len: int,
 ) -> list[str]:
-    """List what is wrong with a prompt, and with the ids that its parameters name."""
-    found = []
-    if not 1 <= len(tokens) < max_seq_len:
-        found.append(f"prompt has {len(tokens)} tokens, accepted are 1 to {max_seq_len - 1}")
-    outside = sorted({t for t in tokens if not 0 <= t < vocab_size})
+    """List what is wrong with a prompt and output, and with the ids that the parameters name."""
+    found, room = [], max_seq_len - len(output)
+    if not 1 <= len(tokens) < room:
+        after = f" before an output of {len(output)}" if output else ""
+        found.append(f"prompt has {len(tokens)} tokens, accepted are 1 to {room - 1}{after}")
+    if sampling.max_tokens is not None and len(output) >= sampling.max_tokens:
+        most = sampling.max_tokens
+        found.append(f"output has {len(output)} tokens, accepted are fewer than max_tokens={most}")
     for name, ids in sampling.named_ids.items():
         foreign = [t for t in ids if t >= vocab_size]
         if foreign:
             found.append(f"{name} hold {foreign}, accepted are 0 to {vocab_size - 1}")
     found += _ban_problems(sampling, vocab_size)
-    if outside:
-        found.append(f"prompt holds ids {outside[:8]}, accepted are 0 to {vocab_size - 1}")
+    for name, given in (("prompt", tokens), ("output", output)):
+        if outside := sorted({t for t in given if not 0 <= t < vocab_size}):
+            found.append(f"{name} holds ids {outside[:8]}, accepted are 0 to {vocab_size - 1}")
     return found
 
 

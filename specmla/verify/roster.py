@@ -43,6 +43,7 @@ class RequestRoster:
         prompt: Sequence[int],
         sampling: SamplingParams,
         constraint: TokenConstraint | None = None,
+        output: Sequence[int] = (),
     ) -> int:
         """Register a request; give the number of prompt tokens found in the prefix cache.
 
@@ -51,13 +52,15 @@ class RequestRoster:
             prompt: its tokens.
             sampling: how its tokens are chosen and when it ends.
             constraint: says which tokens may follow (a grammar); it hears of emitted tokens only.
+            output: of a request that was preempted, what it had emitted: limits and penalties go
+                on from there, and with its seed so do its draws. `constraint` knows of it.
 
         Raises:
             ArgumentError: a name in use or not hashable, an empty or too long prompt, ids outside
-                the vocabulary.
-            ArgumentTypeError: a prompt that is no sequence of integers.
+                the vocabulary, an output that leaves nothing of `max_tokens`.
+            ArgumentTypeError: a prompt or output that is no sequence of integers.
         """
-        state = self._table.make(request_id, prompt, sampling, constraint)
+        state = self._table.make(request_id, prompt, sampling, constraint, output)
         matched = self.blocks.add(request_id, state.tokens)
         self._table.put(state)
         return matched

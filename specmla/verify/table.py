@@ -52,6 +52,7 @@ class RequestTable:
         tokens: Sequence[int],
         sampling: SamplingParams,
         constraint: TokenConstraint | None = None,
+        output: Sequence[int] = (),
     ) -> RequestState:
         """Check a new request; it is on the table only after `put`.
 
@@ -69,6 +70,7 @@ class RequestTable:
             vocab_size=self.vocab_size,
             max_seq_len=self.max_seq_len,
             constraint=constraint,
+            output=output,
         )
 
     def put(self, state: RequestState) -> None:

@@ -152,8 +152,9 @@ def test_a_flag_that_arrives_late_costs_steps_but_no_truth():
     plan = take(overlap, propose(step, {"a": [1], "b": [1]}), [1] * 4)
     assert plan.token_ids.min() >= 0
     assert plan.token_ids.max() < W
-    with pytest.raises(NumericsError, match=r"\['b'\]"):
+    with pytest.raises(NumericsError, match=r"\['b'\]") as caught:
         overlap.commit()
+    assert caught.value.request_ids == ("b",)
     assert overlap.num_flying == 0
     assert before == {n: (list(step.tokens(n)), step.blocks.length(n)) for n in step.active}
     assert step.blocks.num_free == free

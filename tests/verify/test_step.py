@@ -108,8 +108,9 @@ def test_nan_logits_raise_and_change_nothing():
     logits = logits_for(plan, [1] * 6)
     logits[4, 3] = float("nan")
     verdict = step.verify(plan, logits)
-    with pytest.raises(NumericsError, match="'b'"):
+    with pytest.raises(NumericsError, match="'b'") as caught:
         step.commit(plan, verdict)
+    assert caught.value.request_ids == ("b",)
     assert before == {n: (list(step.tokens(n)), step.blocks.length(n)) for n in step.active}
     assert step.blocks.num_free == free
     step.blocks.check_integrity()
