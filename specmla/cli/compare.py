@@ -19,7 +19,7 @@ from specmla.bench.compare_prompts import held_out_prompts
 from specmla.bench.compare_run import RunSettings
 from specmla.bench.environment import collect_env
 from specmla.cli.checkpoint import load_tokenizer, parse_device, parse_dtype, use_one_thread
-from specmla.cli.compare_drafters import contenders_of, draft_problems
+from specmla.cli.compare_drafters import contenders_of, draft_problems, labels_of
 from specmla.cli.compare_offline import score_rows, write_recording
 from specmla.cli.compare_table import comparison_rows, gain_lines, score_lines
 from specmla.cli.named import ASSETS
@@ -153,13 +153,12 @@ def _prompts(options: CompareOptions, texts: list[str], tokenizer: Any) -> list[
 
 def _provenance(options: CompareOptions, folder: Path, prompts: list[list[int]]) -> dict[str, Any]:
     """Say what was run, without a path of this machine."""
-    names = [Path(name.strip()).name for name in options.drafts.split(",")]
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
     source = "held-out modules of the standard library" if options.prompts is None else "own"
     return {
         **asdict(options.settings),
         "target": "shipped" if options.target is None else folder.resolve().name,
-        "drafts": names,
+        "drafts": labels_of(options.drafts),
         "repeats": options.repeats,
         "device": options.device,
         "dtype": options.dtype,

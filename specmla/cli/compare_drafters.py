@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specmla.bench.compare_run import Contender, RunSettings
 from specmla.cli.lookup import LOOKUPS
-from specmla.cli.named import SHIPPED, TREE, is_known, is_tree, make_named
+from specmla.cli.named import SHIPPED, TREE, folder_of, is_known, is_tree, make_named
 from specmla.errors import require
 from specmla.models.deepseek import DeepseekForCausalLM
 
@@ -31,11 +31,11 @@ def contenders_of(
     """
     require(draft_problems(names), "compare")
     made = {}
-    for word in _words(names):
+    for word, label in zip(_words(names), labels_of(names), strict=True):
         make = make_named(
             word, target, num_requests=settings.batch, longest=longest, backend=settings.backend
         )
-        made[_label(word)] = (make, is_tree(word))
+        made[label] = (make, is_tree(word))
     return [
         Contender(label, make, tree, chain=label.removesuffix(TREE) if tree else None)
         for label, (make, tree) in made.items()
@@ -51,7 +51,7 @@ def draft_problems(names: str) -> list[str]:
         for word in words
         if not is_known(word)
     ]
-    if len(set(map(_label, words))) < len(words):
+    if len(set(labels_of(names))) < len(words):
         found.append(f"draft is {names!r}, accepted are different names, and directories of")
     return found
 
@@ -60,5 +60,26 @@ def _words(names: str) -> list[str]:
     return [word.strip() for word in names.split(",")]
 
 
-def _label(word: str) -> str:
-    return word if word in LOOKUPS else Path(word).name
+def labels_of(names: str) -> list[str]:
+    """Give what each name is called in the results: of a directory its last part, or its last two
+    where that is what another drafter is called."""
+    words = _words(names)
+    folders: dict[str, set[Path]] = {}
+    for word in words:
+        folders.setdefault(_bare(word), set()).add(_place(word))
+    return [
+        "/".join(_place(word).parts[-2:]) + TREE * is_tree(word)
+        if word.removesuffix(TREE) not in {*LOOKUPS, *SHIPPED} and len(folders[_bare(word)]) > 1
+        else Path(word).name
+        for word in words
+    ]
+
+
+def _bare(word: str) -> str:
+    """Give a word's last part, without what stands for trees."""
+    name = Path(word).name
+    return name.removesuffix(TREE) if word not in LOOKUPS and is_tree(word) else name
+
+
+def _place(word: str) -> Path:
+    return Path(word) if word in LOOKUPS else folder_of(word).absolute()

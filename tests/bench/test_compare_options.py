@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specmla.__main__ import main
+from specmla.cli.compare_drafters import draft_problems, labels_of
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +53,23 @@ def test_prompts_that_are_no_texts_are_one_line(kind, tmp_path, capsys):
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
     assert all(word in shown for word in (f"prompts is {str(path)!r}", "list of texts", "'best'"))
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        ("ngram,suffix-tree,dflash-tree", ["ngram", "suffix-tree", "dflash-tree"]),
+        ("mtp,here/mtp", ["mtp", "here/mtp"]),
+        ("a/mtp, b/mtp", ["a/mtp", "b/mtp"]),
+        ("dflash,a/dflash-tree", ["dflash", "a/dflash-tree"]),
+        ("a/net,a/net-tree", ["net", "net-tree"]),
+        ("a/net,a/net/", ["net", "net"]),
+    ],
+)
+def test_drafters_are_told_apart(names, labels, monkeypatch, tmp_path):
+    """What training writes is called as what ships is."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("here/mtp", "a/mtp", "b/mtp", "a/dflash", "a/net"):
+        (tmp_path / name).mkdir(parents=True)
+    assert labels_of(names) == labels
+    assert bool(draft_problems(names)) == (len(set(labels)) < len(labels))
