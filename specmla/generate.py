@@ -57,20 +57,18 @@ def build_step(
         max_seq_len: context limit, the model's own if None.
         rule: an acceptance rule or the name of one.
         acceptance: "torch" or "triton" decide by it.
-        prefix_caching: share full pages of equal prefixes.
+        prefix_caching: share full pages of equal prefixes; of a batch-invariant model those that
+            prompts wrote alone.
         allow_vocab_mismatch: take drafters whose vocabulary has another size.
         num_draft_layers: layers of the cache after the model's, for a drafter that keeps its rows
             in the same pages.
 
     Raises:
         UnsupportedError: no backend, or not the named one, can serve the model; one of which some
-            parts are batch-invariant, or such a one with prefix caching.
+            parts are batch-invariant.
     """
     config = model.config
     found = switch_problems(model)
-    if model.batch_invariant and prefix_caching:
-        reason = "its pages may hold rows of verifies, which round unlike a prompt's; accepted is"
-        found.append(f"prefix_caching is True: {reason} False")
     if found:
         raise UnsupportedError("batch-invariant model", found)
     limit = config.max_position_embeddings if max_seq_len is None else max_seq_len
@@ -90,7 +88,12 @@ def build_step(
     builder.configure(BatchRules(workspace=workspace, batch_invariant=model.batch_invariant))
     return VerifyStep(
         cache=cache,
-        blocks=BlockManager(num_pages, page_size, prefix_caching=prefix_caching),
+        blocks=BlockManager(
+            num_pages,
+            page_size,
+            prefix_caching=prefix_caching,
+            prompts_only=model.batch_invariant,
+        ),
         builder=builder,
         vocab_size=config.vocab_size,
         max_seq_len=limit,

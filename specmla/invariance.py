@@ -13,7 +13,7 @@ or chunks, nor on whether the prompt's prefix was found in the cache:
   `BatchRules(batch_invariant=True)` lays a step out so.
 
 A verify and a prompt round differently: rows that a verify wrote are not those, to the bit, that a
-prompt of the same tokens would write.
+prompt of the same tokens would write. `BlockManager(prompts_only=True)` shares none of them.
 """
 
 from __future__ import annotations

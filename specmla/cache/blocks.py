@@ -32,13 +32,20 @@ class BlockManager:
         lookahead: rows that a request keeps in reserve behind what `reserve` is asked for, so that
             a step can be planned before the last one's outcome is known.
         prefix_caching: whether requests share full pages of equal prefixes.
+        prompts_only: share rows that prompts wrote, none of verifies, which round otherwise.
 
     Raises:
         ArgumentError: sizes below 1, a negative look-ahead.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, lookahead: int = 0, prefix_caching: bool = True
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        lookahead: int = 0,
+        prefix_caching: bool = True,
+        prompts_only: bool = False,
     ) -> None:
         found = []
         if num_pages < 1:
@@ -50,6 +57,7 @@ class BlockManager:
         require(found, "BlockManager")
         self.num_pages, self.page_size = num_pages, page_size
         self.lookahead, self.prefix_caching = lookahead, prefix_caching
+        self.prompts_only = prompts_only
         self._index = PrefixIndex(page_size)
         self._pool = PagePool(num_pages, self._index)
         self._sequences = Sequences()
@@ -66,21 +74,22 @@ class BlockManager:
         """Register a request and share the longest cached prefix of its prompt, in full pages.
 
         Returns:
-            The matched tokens, which are its length now; less than `len(tokens)`, so that at least
-            the last token is computed.
+            The matched tokens, which are its length now. At least the last token is computed, with
+            `prompts_only` the last two: one alone would be a verify.
 
         Raises:
             ArgumentError: a name in use, negative token ids.
             ArgumentTypeError: tokens that are not integers.
         """
-        self._refuse_known(request_id, "BlockManager.add")
+        self._sequences.refuse_known(request_id, "BlockManager.add")
         prompt = token_array(tokens)
-        pages, keys = self._index.walk(prompt[:-1])
+        pages, keys = self._index.walk(prompt[: -1 - self.prompts_only])
         for page in pages:
             self._pool.share(page)
         matched = len(pages) * self.page_size
+        blocks = array("i", pages)
         self._sequences[request_id] = CachedSequence(
-            prompt[:matched], array("i", pages), keys, matched
+            prompt[:matched], blocks, keys, matched, matched
         )
         return matched
 
@@ -123,7 +132,7 @@ class BlockManager:
         for request_id, rows in needs.items():
             sequence = sequences.get(request_id)
             if sequence is None or rows < 0:
-                found.append(self._need_problem(request_id, rows))
+                found.append(sequences.need_problem(request_id, rows))
                 continue
             end = len(sequence.tokens) + rows + spare
             if end > sequence.writable:
@@ -136,7 +145,13 @@ class BlockManager:
         return [copy for copy in copies if copy is not None]
 
     def commit(
-        self, request_id: Hashable, length: int, tokens: Sequence[int], *, ahead: int = 0
+        self,
+        request_id: Hashable,
+        length: int,
+        tokens: Sequence[int],
+        *,
+        ahead: int = 0,
+        is_prompt: bool = False,
     ) -> None:
         """Declare the rows up to `length` true, publish full pages, give surplus pages back.
 
@@ -147,6 +162,7 @@ class BlockManager:
             tokens: all tokens of the sequence from its first one on, at least `length`; what
                 follows (the new anchor) is ignored. Only those after the old length are read.
             ahead: reserved rows after `length` to keep, as a step under way writes them.
+            is_prompt: whether a prompt wrote the new rows; read with `prompts_only`.
 
         Raises:
             ArgumentError: a length below the present one (use `roll_back`) or past the reserved
@@ -156,8 +172,9 @@ class BlockManager:
         sequence = self._sequences[request_id]
         if found := sequence.commit_problems(length, tokens):
             require(found, "BlockManager.commit")
-        sequence.tokens.extend(token_array(tokens[len(sequence.tokens) : length]))
-        if self.prefix_caching and length // self.page_size > len(sequence.keys):
+        new = token_array(tokens[len(sequence.tokens) : length])
+        sequence.extend(new, shared=is_prompt or not self.prompts_only)
+        if self.prefix_caching and sequence.shareable // self.page_size > len(sequence.keys):
             sequence.publish(self.page_size, self._index)
         self._trim(sequence, length + max(self.lookahead, ahead))
 
@@ -176,9 +193,7 @@ class BlockManager:
             raise ArgumentError(
                 f"BlockManager.roll_back: length is {length}, accepted are 0 .. {held}"
             )
-        del sequence.tokens[length:]
-        del sequence.keys[length // self.page_size :]
-        sequence.writable = length
+        sequence.cut(length, self.page_size)
         self._trim(sequence, length)
         if length % self.page_size:
             tail = sequence.blocks[-1]
@@ -201,13 +216,13 @@ class BlockManager:
             ArgumentError: an unknown parent, a child's name in use.
         """
         parent = self._sequences[parent_id]
-        self._refuse_known(child_id, "BlockManager.fork")
+        self._sequences.refuse_known(child_id, "BlockManager.fork")
         length = len(parent.tokens)
         pages = parent.blocks[: -(-length // self.page_size)]
         for page in pages:
             self._pool.share(page)
         parent.writable = length
-        self._sequences[child_id] = CachedSequence(parent.tokens[:], pages, parent.keys[:], length)
+        self._sequences[child_id] = parent.forked(pages)
 
     def free(self, request_id: Hashable) -> None:
         """Forget a request and release its pages; published ones can still be matched.
@@ -233,14 +248,3 @@ class BlockManager:
             ]
         if found:
             raise IntegrityError("; ".join(found))
-
-    def _refuse_known(self, request_id: Hashable, subject: str) -> None:
-        if request_id in self._sequences:
-            raise ArgumentError(
-                f"{subject}: request_id {request_id!r} is in use, accepted is a new name"
-            )
-
-    def _need_problem(self, request_id: Hashable, rows: int) -> str:
-        if request_id not in self._sequences:
-            return f"request_id {request_id!r} is unknown"
-        return f"needs[{request_id!r}] is {rows}, accepted are values >= 0"

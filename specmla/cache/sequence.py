@@ -18,14 +18,16 @@ class CachedSequence:
     Attributes:
         tokens: committed ones, int64; their number is the request's length.
         blocks: pages in order, int32; those past ceil(length / G) are reserved.
-        keys: prefix keys of the full pages; empty without prefix caching.
+        keys: prefix keys of the full pages that are shareable; empty without prefix caching.
         writable: rows from the length up to here have been reserved and may be written.
+        shareable: rows before this one may be published.
     """
 
     tokens: array[int]
     blocks: array[int]
     keys: list[bytes]
     writable: int
+    shareable: int
 
     def missing(self, end: int, page_size: int, refs: Sequence[int], owners: dict[int, int]) -> int:
         """Count the pages that `reserve` up to row `end` will take.
@@ -66,10 +68,27 @@ class CachedSequence:
         self.writable = end
         return copy
 
+    def extend(self, tokens: array[int], *, shared: bool) -> None:
+        """Append committed tokens; none behind one that is not shared is shareable."""
+        if shared and self.shareable == len(self.tokens):
+            self.shareable += len(tokens)
+        self.tokens.extend(tokens)
+
+    def cut(self, length: int, page_size: int) -> None:
+        """Forget the tokens from `length` on, and that rows after it were reserved."""
+        del self.tokens[length:]
+        del self.keys[length // page_size :]
+        self.writable, self.shareable = length, min(length, self.shareable)
+
+    def forked(self, blocks: array[int]) -> CachedSequence:
+        """Give another sequence of the same committed tokens, in `blocks`."""
+        length = len(self.tokens)
+        return CachedSequence(self.tokens[:], blocks, self.keys[:], length, self.shareable)
+
     def publish(self, page_size: int, index: PrefixIndex) -> None:
-        """Publish the full pages of committed tokens that have no key yet."""
+        """Publish the full pages of shareable rows that have no key yet."""
         keys = self.keys
-        for i in range(len(keys), len(self.tokens) // page_size):
+        for i in range(len(keys), self.shareable // page_size):
             content = self.tokens[i * page_size : (i + 1) * page_size].tobytes()
             keys.append(index.publish(self.blocks[i], keys[-1] if keys else ROOT, content))
 
@@ -106,7 +125,9 @@ class CachedSequence:
             inside = 0 <= page < pool.num_pages  # the pool reports those outside
             if inside and (pool.refs[page] != 1 or page in pool.index):
                 found.append(f"page {page} may be written but is shared or published")
-        num_keys = length // page_size if has_keys else 0
+        if self.shareable > length:
+            found.append(f"{self.shareable} rows may be published, {length} are held")
+        num_keys = self.shareable // page_size if has_keys else 0
         if len(self.keys) != num_keys:
             found.append(f"{len(self.keys)} keys are held, {num_keys} are due")
         return found + self._key_problems(page_size, pool.index)
@@ -131,6 +152,19 @@ class Sequences(dict[Hashable, CachedSequence]):
     def __missing__(self, request_id: Hashable) -> CachedSequence:
         known = list(self)[:16]
         raise ArgumentError(f"request_id {request_id!r} is unknown, accepted are {known}")
+
+    def refuse_known(self, request_id: Hashable, subject: str) -> None:
+        """Refuse a name that is in use."""
+        if request_id in self:
+            raise ArgumentError(
+                f"{subject}: request_id {request_id!r} is in use, accepted is a new name"
+            )
+
+    def need_problem(self, request_id: Hashable, rows: int) -> str:
+        """Say why nothing can be reserved for a request."""
+        if request_id not in self:
+            return f"request_id {request_id!r} is unknown"
+        return f"needs[{request_id!r}] is {rows}, accepted are values >= 0"
 
 
 def token_array(tokens: Sequence[int]) -> array[int]:

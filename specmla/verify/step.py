@@ -221,7 +221,8 @@ class VerifyStep(RequestRoster):
         emitted, reason = state.cut(decision.tokens)
         state.append(emitted)
         # All but the new anchor have a true row: prompt, old anchor, accepted drafts.
-        self.blocks.commit(name, len(state.tokens) - 1, state.tokens, ahead=ahead)
+        done, is_prompt = len(state.tokens) - 1, request.is_prompt
+        self.blocks.commit(name, done, state.tokens, ahead=ahead, is_prompt=is_prompt)
         if reason is not None:
             self.blocks.free(name)
             del self._table[name]
@@ -231,7 +232,7 @@ class VerifyStep(RequestRoster):
             decision.num_drafts,
             decision.num_accepted,
             reason,
-            request.is_prompt,
+            is_prompt,
             *_tree_fields(request, decision),
             decision.logprobs_of(len(emitted), state.sampling),
         )

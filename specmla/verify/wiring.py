@@ -29,6 +29,11 @@ def wiring_problems(
         found.append(f"blocks has {blocks.num_pages} pages, the builder takes {builder.num_pages}")
     if cache.device.type != builder.device.type:
         found.append(f"cache is on {cache.device}, builder on {builder.device}; must agree")
+    if builder.rules.batch_invariant and blocks.prefix_caching and not blocks.prompts_only:
+        found.append(
+            "blocks has prefix_caching True and prompts_only False, the builder's rules are "
+            "batch_invariant; accepted is prompts_only=True: rows of verifies round otherwise"
+        )
     read = builder.backend.cache_format
     if cache.format != read:
         found.append(

@@ -3,7 +3,7 @@
 The model keeps what every row of every page holds: all tokens up to it, since a latent row depends
 on its whole prefix. After each step: the manager's own integrity check, every request reads back
 its rows, and every published page holds what it is published as. At each write: the page has one
-owner and can't be found by anybody.
+owner and can't be found by anybody. With `prompts_only` no published row is a verify's.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ class Machine(RuleBasedStateMachine):
         page_size=st.integers(1, 5),
         lookahead=st.sampled_from([0, 0, 1, 4]),
         caching=st.sampled_from([True, True, True, False]),
+        alone=st.booleans(),
     )
-    def build(self, num_pages: int, page_size: int, lookahead: int, caching: bool) -> None:
+    def build(
+        self, num_pages: int, page_size: int, lookahead: int, caching: bool, alone: bool
+    ) -> None:
         self.manager = BlockManager(
-            num_pages, page_size, lookahead=lookahead, prefix_caching=caching
+            num_pages, page_size, lookahead=lookahead, prefix_caching=caching, prompts_only=alone
         )
         self.page_size, self.lookahead = page_size, lookahead
+        self.by_verifies: set[tuple[int, int]] = set()  # page and place of their rows
         self.memory: list[list[Row]] = [[()] * page_size for _ in range(num_pages)]
 
     def pick(self, data: st.DataObject) -> int:
@@ -78,12 +82,17 @@ class Machine(RuleBasedStateMachine):
         assert not {source for source, _ in copies} & set(targets)
         for source, target in copies:
             self.memory[target] = list(self.memory[source])
+            for place in range(self.page_size):
+                self.mark(target, place, (source, place) in self.by_verifies)
         for request, rows in needs.items():
             end = len(self.tokens[request]) + rows + self.lookahead
             assert self.manager.owned(request) * self.page_size >= end
         return True
 
-    def write(self, request: int, tokens: list[int]) -> None:
+    def mark(self, page: int, place: int, by_verify: bool) -> None:
+        (self.by_verifies.add if by_verify else self.by_verifies.discard)((page, place))
+
+    def write(self, request: int, tokens: list[int], *, is_prompt: bool = False) -> None:
         """Write rows after the request's length; no written page is shared or can be found."""
         blocks, owners = self.manager.block_ids(request), self.owners()
         sequence = (*self.tokens[request], *tokens)
@@ -92,13 +101,14 @@ class Machine(RuleBasedStateMachine):
             assert owners.count(page) == 1, "a shared page was written"
             assert page not in self.manager._index, "a published page was written"
             self.memory[page][row % self.page_size] = sequence[: row + 1]
+            self.mark(page, row % self.page_size, not is_prompt)
 
     def owners(self) -> list[int]:
         return [page for r in self.tokens for page in self.manager.block_ids(r)]
 
-    def commit(self, request: int, new: list[int], anchor: int) -> None:
+    def commit(self, request: int, new: list[int], anchor: int, *, is_prompt: bool = False) -> None:
         tokens = self.tokens[request] = self.tokens[request] + new
-        self.manager.commit(request, len(tokens), [*tokens, anchor])
+        self.manager.commit(request, len(tokens), [*tokens, anchor], is_prompt=is_prompt)
         expected = -(-(len(tokens) + self.lookahead) // self.page_size)
         assert self.manager.owned(request) <= expected
 
@@ -106,14 +116,14 @@ class Machine(RuleBasedStateMachine):
     def add_and_prefill(self, prompt: list[int], data: st.DataObject) -> None:
         request = next(self.names)
         matched = self.manager.add(request, prompt)
-        assert matched < len(prompt)
+        assert matched < len(prompt) - self.manager.prompts_only or not matched
         assert matched % self.page_size == 0
         self.tokens[request] = prompt[:matched]
         self.check_rows(request)  # before anything is written: the shared pages hold the prefix
         stop = data.draw(st.integers(matched, len(prompt)))  # a chunk of the prompt, or none
         if self.reserve({request: stop - matched}):
-            self.write(request, prompt[matched:stop])
-            self.commit(request, prompt[matched:stop], 0)
+            self.write(request, prompt[matched:stop], is_prompt=True)
+            self.commit(request, prompt[matched:stop], 0, is_prompt=True)
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -190,6 +200,8 @@ class Machine(RuleBasedStateMachine):
         for page in self.manager._index.pages():
             content = memoryview(self.manager._index[page].content).cast("q").tolist()
             assert [row[-1] for row in self.memory[page]] == content
+            if self.manager.prompts_only:
+                assert not {page} & {held for held, _ in self.by_verifies}
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):

@@ -141,6 +141,27 @@ def test_prefix_released_longest_ago_is_evicted_first() -> None:
     assert manager.match([20, 21]) == 0
 
 
+def test_prompts_only_share_what_no_verify_wrote() -> None:
+    manager, tokens = BlockManager(64, 4, prompts_only=True), list(range(30))
+    manager.add("a", tokens[:10])
+    for length, is_prompt in ((6, True), (10, True), (14, False), (20, True)):
+        manager.reserve({"a": length - manager.length("a")})
+        manager.commit("a", length, tokens, is_prompt=is_prompt)
+        manager.check_integrity()
+    assert manager.match(tokens) == 8  # the next page has two rows of each
+    assert manager.add("b", tokens[:9]) == 4  # of the one token left a verify would be made
+    assert manager.add("c", tokens[:10]) == 8
+    manager.reserve({"c": 12})
+    manager.commit("c", 20, tokens, is_prompt=True)
+    assert manager.match(tokens) == 20
+    manager.fork("a", "d")
+    manager.roll_back("d", 9)
+    manager.reserve({"d": 3})  # behind one row of a prompt come a prompt's
+    manager.commit("d", 12, [*tokens[:9], 50, 51, 52], is_prompt=True)
+    assert manager.match([*tokens[:9], 50, 51, 52]) == 12
+    manager.check_integrity()
+
+
 def test_without_prefix_caching_nothing_is_found() -> None:
     manager = BlockManager(8, 4, prefix_caching=False)
     manager.add("a", list(range(9)))

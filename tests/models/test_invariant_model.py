@@ -28,7 +28,8 @@ Given = tuple[RequestKind, Sequence[int], int, tuple[int, ...]]
 
 
 def make_model(moe: MoEConfig | None = None, *, tied: bool = False) -> DeepseekForCausalLM:
-    config = DeepseekConfig(DIMS, 2, 50, 60, 200, moe=moe, tie_word_embeddings=tied)
+    # Torch on the CPU rounds activations past the last whole vector otherwise: 64 has no such rest.
+    config = DeepseekConfig(DIMS, 2, 50, 64, 200, moe=moe, tie_word_embeddings=tied)
     model = DeepseekForCausalLM(config)
     model.reset_parameters(0.2, torch.Generator().manual_seed(4))
     return model.requires_grad_(False).to(DEVICE)
@@ -86,14 +87,12 @@ def test_the_loop_gives_everyone_their_own_tokens() -> None:
     assert {len(each) for each in together.values()} == {6}
 
 
-def test_experts_and_shared_prefixes_are_refused() -> None:
+def test_experts_and_other_backends_are_refused() -> None:
     model = make_model(MoEConfig(4, 2, 8))
     with pytest.raises(UnsupportedError, match=r"mlp.gate and 1 more is a DeepseekRouter"):
         make_batch_invariant(model)
     assert not model.batch_invariant
     model = make_model()
     make_batch_invariant(model)
-    with pytest.raises(UnsupportedError, match="prefix_caching is True"):
-        build_step(model, num_pages=12, page_size=16)
     with pytest.raises(UnsupportedError, match="batch_invariant"):
-        build_step(model, num_pages=12, page_size=16, prefix_caching=False, backend="reference")
+        build_step(model, num_pages=12, page_size=16, backend="reference")
