@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ DEEPSEEK_SCALE = 192**-0.5
 """Softmax scale of DeepSeek-V2/V3 without YaRN: (P + R)^-0.5 with P = 128, R = 64."""
 
 QUERY_LAYOUTS = ("packed", "heads_first", "slice")
+BYTES = {0.0: 0, math.inf: 0x7F}
+"""What stands for a value in unused slots of quantised rows; 0xff for all others, NaN included."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class CaseSpec:
         spare_pages: pages that no request owns, NaN.
         windows: give every other request a random first visible key.
         poison: value of every slot at or past a request's length, of gaps and of unused pages;
-            a quantised cache has bytes 0xff there, NaN as a code and as a scale.
+            a quantised cache has bytes 0xff there, NaN as a code and as a scale, for infinity 0x7f.
         unused_cell: value of the block-table cells past a request's pages.
         softmax_scale: never derived from the widths here.
         cache_format: None for plain rows in `dtype`; else of the same widths and dtype.
@@ -232,7 +235,7 @@ def _cache(
     page, packed = spec.page_size, quantised(spec.cache_format)
     kind, width = packed.storage if packed else (spec.dtype, spec.width)
     stride = page * width + spec.page_gap
-    poison = 0xFF if packed else spec.poison
+    poison = BYTES.get(spec.poison, 0xFF) if packed else spec.poison
     pool = torch.full((num_pages * stride,), poison, dtype=kind, device=spec.device)
     cache = pool.as_strided((num_pages, page, width), (stride, width, 1))
     for r in requests:

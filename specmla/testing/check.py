@@ -35,7 +35,8 @@ def check_backend(
     NaN in every slot, gap and output that nobody wrote, absurd ids in unused table cells, permuted
     and far pages, odd head counts, ragged rows, empty requests, every declared mask, window, page
     size and dtype; each row against a decode, repeats to the bit, one plan for several layers; and
-    refusals of what it does not declare. Results are held to the error budget against float64 of
+    refusals of what it does not declare. One that was built for a `cache_format` is run over rows
+    of that format, in its dims and dtype. Results are held to the error budget against float64 of
     `specmla.testing.budget`; where the backend is built batch-invariant (its attribute
     `batch_invariant`), rows and requests alone must agree with the batch to the bit.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from specmla.backends.base import AttentionBackend, Capabilities
+from specmla.cache.formats.plain import quantised
 from specmla.errors import UnsupportedError
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
@@ -41,7 +42,8 @@ def derive_cases(
 ) -> list[CheckCase]:
     """List the cases for what a backend declares; `problems` may still refuse some of them.
 
-    The first of `dtypes` gets every case, the others a few; all of them every case if `thorough`.
+    One that was built for a quantised cache gets that format, its dims and its dtype. The first of
+    `dtypes` gets every case, the others a few; all of them every case if `thorough`.
 
     Raises:
         UnsupportedError: the backend can't serve its own dtypes on `device` at any page size.
@@ -49,7 +51,8 @@ def derive_cases(
     base = find_base(backend, device, dtypes)
     has = backend.capabilities
     cases: list[CheckCase] = []
-    for dtype in sorted(dtypes, key=lambda d: d is not base.dtype):
+    wanted = (base.dtype,) if base.cache_format else dtypes  # a format has one
+    for dtype in sorted(wanted, key=lambda d: d is not base.dtype):
         spec = dataclasses.replace(base, dtype=dtype)
         mark = "" if dtype is base.dtype else f"-{str(dtype).removeprefix('torch.')}"
         full = thorough or not mark
@@ -70,12 +73,12 @@ def find_base(
     Raises:
         UnsupportedError: as `derive_cases`.
     """
-    has = backend.capabilities
-    rank = _usual(has.ranks, USUAL_DIMS[0])
-    rope = _usual(has.rope_dims, USUAL_DIMS[1])
+    has, packed = backend.capabilities, quantised(backend.cache_format)
+    rank = packed.kv_lora_rank if packed else _usual(has.ranks, USUAL_DIMS[0])
+    rope = packed.qk_rope_head_dim if packed else _usual(has.rope_dims, USUAL_DIMS[1])
     mask = DraftMask.CAUSAL if DraftMask.CAUSAL in has.masks else min(has.masks, key=str)
     reasons: list[str] = []
-    for dtype in dtypes:
+    for dtype in (packed.dtype,) if packed else dtypes:
         for page_size in (*PAGE_SIZES, has.page_size_multiple):
             spec = CaseSpec(
                 RAGGED,
@@ -85,6 +88,7 @@ def find_base(
                 dtype=dtype,
                 device=device,
                 mask=mask,
+                cache_format=packed,
             )
             found = backend.problems(CheckCase("base", _one_length(spec)).need())
             if not found:
@@ -172,6 +176,8 @@ def _few(spec: CaseSpec, has: Capabilities, prefix: str = "") -> Iterator[CheckC
 
 def _dims(spec: CaseSpec, has: Capabilities) -> list[tuple[int, int]]:
     """Other dims: the smallest rank with the widest rope, another one without rope if allowed."""
+    if spec.cache_format is not None:
+        return []
     ranks = (16, 40) if has.ranks is None else sorted(set(has.ranks) - {spec.kv_lora_rank})
     ropes = (0, 24) if has.rope_dims is None else sorted(has.rope_dims)
     if not ranks:

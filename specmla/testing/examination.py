@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionBackend, AttentionOutput
+from specmla.cache.formats.plain import quantised
 from specmla.mask import row_extents
 from specmla.metadata import VerifyPart
 from specmla.testing.budget import RowError
@@ -131,7 +132,7 @@ class Examination:
     def _check_layers(self, first: AttentionOutput) -> None:
         """Use one plan for two layers in turn; results outlive later calls."""
         part = self.case.planned(self.backend)
-        other = dataclasses.replace(self.case, latent_cache=self.case.latent_cache * 0.5)
+        other = dataclasses.replace(self.case, latent_cache=_halved(self.case))
         with PoisonedMemory():
             layers = [_forward(self.backend, c, part) for c in (self.case, other, self.case)]
         self._check_same(layers[0], first, self.case, "the first of three layers of one plan")
@@ -158,13 +159,33 @@ class Examination:
         for i, r in enumerate(self.case.requests):
             if r.query_len and r.seq_len:
                 slot = int(self.case.slots(i)[-1])
-                cache[slot // self.case.spec.page_size, slot % self.case.spec.page_size] = LOUD
+                page, place = divmod(slot, self.case.spec.page_size)
+                cache[page, place] = _loud_row(self.case)
                 last[starts[i + 1] - 1] = True
         got = _attend(self.backend, loud)
         out = torch.where(last[:, None, None], out, got.out)
         lse = torch.where(last[:, None], lse, got.lse)
         label = f"with {LOUD:.0f} in the last key of each request, in the rows before it: "
         self._check_right(AttentionOutput(out, lse), self.case, label)
+
+
+def _halved(case: VerifyCase) -> Tensor:
+    """Give a cache of half the numbers, in the same strides."""
+    packed = quantised(case.spec.cache_format)
+    if packed is None:
+        return case.latent_cache * 0.5
+    rows = case.rows(torch.float32).flatten(0, 1).mul(0.5).to(case.spec.dtype)
+    rank = case.spec.kv_lora_rank
+    made = torch.empty_like(case.latent_cache)
+    return made.copy_(packed.quantise(rows[:, :rank], rows[:, rank:]).view(made.shape))
+
+
+def _loud_row(case: VerifyCase) -> Tensor:
+    """Give a row of `LOUD`, as the cache holds it; a code may saturate before."""
+    spec, packed = case.spec, quantised(case.spec.cache_format)
+    row = torch.full((1, spec.width), LOUD, dtype=spec.dtype, device=case.latent_cache.device)
+    rank = spec.kv_lora_rank
+    return row[0] if packed is None else packed.quantise(row[:, :rank], row[:, rank:])[0]
 
 
 def _forward(backend: AttentionBackend, case: VerifyCase, part: VerifyPart) -> AttentionOutput:
@@ -202,7 +223,8 @@ def _select(case: VerifyCase, request: int, rows: slice) -> VerifyCase:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(bits[tensor.element_size()])
 
 
 def _differ(got: AttentionOutput, want: AttentionOutput) -> Tensor:

@@ -62,7 +62,8 @@ def _pool(like: Tensor, num_pages: int) -> Tensor:
     shape = (num_pages, *like.shape[1:])
     strides = (shape[1] * shape[2], shape[2], 1)
     pool = torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
-    return pool if like.device.type == "cpu" else pool.fill_(math.nan)
+    nan = math.nan if like.dtype.is_floating_point else 0xFF  # a byte of NaN in every format
+    return pool if like.device.type == "cpu" else pool.fill_(nan)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -49,8 +49,12 @@ class Refusal:
 def derive_refusals(backend: AttentionBackend, base: CaseSpec) -> list[Refusal]:
     """List the refusals for what a backend declares, one argument off `base` each."""
     base = dataclasses.replace(base, batch=[(2, 65)])
-    found = [*_dtypes(backend, base), *_pages(backend, base), *_dims(backend, base)]
-    found += [*_rest(backend, base)]
+    found = [*_pages(backend, base), *_rest(backend, base)]
+    if base.cache_format is None:
+        found += [*_dtypes(backend, base), *_dims(backend, base)]
+    else:  # which has its own dtype and dims; plain rows are another one
+        plain = dataclasses.replace(base, cache_format=None)
+        found.append(_refusal("format", "plain", plain))
     return [r for r in found if not r.declared or backend.problems(r.need)]
 
 
@@ -88,7 +92,9 @@ def check_refusal(backend: AttentionBackend, refusal: Refusal) -> None:
 
 
 def _build(spec: CaseSpec) -> VerifyCase:
-    """Build in float32 and convert, so that any dtype can be built."""
+    """Build in float32 and convert, so that any dtype can be built; quantised rows have one."""
+    if spec.cache_format is not None:
+        return make_case(**vars(spec))
     case = make_case(**vars(dataclasses.replace(spec, dtype=torch.float32)))
     return dataclasses.replace(
         case,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from specmla.backends.base import (
     AttentionBackend,
@@ -17,6 +18,7 @@ from specmla.backends.base import (
 from specmla.backends.hopper import HopperBackend
 from specmla.backends.reference import ReferenceBackend
 from specmla.backends.select import get_backend
+from specmla.cache import cache_format
 from specmla.errors import ArgumentError, UnsupportedError
 from specmla.mask import DraftMask
 from specmla.metadata import VerifyPart
@@ -195,3 +197,52 @@ def test_the_triton_backends_pass_interpreted(name: str) -> None:
     report = check(get_backend(name), only=only)
     report.raise_if_failed()
     assert {"heads-3", "slice", "dims-16-128", "refuses-dtype-float64"} <= set(report.passed)
+
+
+def made_for(name: str, backend: str = "reference") -> AttentionBackend:
+    scale = {"k_scale": 2.0**-6} if name == "fp8" else {}
+    made = cache_format(name, 512, 64, dtype=torch.float32, **scale)
+    return get_backend(backend, cache_format=made)
+
+
+FEW = "^(no-|tail-q4|heads-12$|far|refuses)"
+
+
+@pytest.mark.parametrize(
+    ("name", "only"),
+    [
+        ("fp8", FEW),
+        ("fp8_ds_mla", "^(tail-q4|small-page|repeats-many|far|refuses)"),
+        ("fp8_per_token_head", FEW),
+        ("nvfp4_ds_mla", FEW),
+    ],
+)
+def test_a_backend_of_quantised_rows_gets_those(name: str, only: str) -> None:
+    report = check_backend(made_for(name), device="cpu", only=only)
+    report.raise_if_failed()
+    assert {"far-pages", "refuses-format-plain"} <= set(report.passed)
+    assert len(report.passed) > 6
+
+
+def test_quantised_rows_that_are_read_wrongly_are_caught() -> None:
+    class Louder(ReferenceBackend):
+        def _widen(self, cached: Tensor, dtype: torch.dtype) -> Tensor:
+            return super()._widen(cached, dtype) * 1.001
+
+    packed = made_for("fp8_ds_mla").cache_format
+    report = check_backend(Louder(packed), device="cpu", only="^(tail-q2s|far)")
+    assert [failure.name for failure in report.failures] == ["tail-q2s513", "far-pages"]
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_ds_mla", "fp8_per_token_head"])
+def test_triton_over_quantised_rows_passes_interpreted(name: str) -> None:
+    pytest.importorskip("triton")
+    from specmla.kernels import prims
+
+    if not prims.INTERPRETED:
+        pytest.skip("kernels are compiled here: tests/gpu checks them in full")
+    report = check_backend(
+        made_for(name, "triton"), device="cpu", only="heads-3$|tail-q2s513|^no-|^far|^refuses"
+    )
+    report.raise_if_failed()
+    assert {"heads-3", "far-pages", "refuses-format-plain"} <= set(report.passed)

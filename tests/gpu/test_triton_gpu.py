@@ -15,6 +15,7 @@ from specmla.backends.base import AttentionBackend, AttentionOutput
 from specmla.backends.reference import ReferenceBackend
 from specmla.backends.rows import RowsBackend
 from specmla.backends.triton import TritonBackend
+from specmla.cache import cache_format
 from specmla.mask import DraftMask
 from specmla.metadata import PrefillPart, VerifyPart
 from specmla.testing import (
@@ -203,3 +204,11 @@ def test_prompts(dtype: torch.dtype, dims: tuple[int, int]) -> None:
             run(reference, torch.float32, causal).lse,
             score_width=query.shape[-1],
         )
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_ds_mla", "fp8_per_token_head"])
+def test_hostile_cases_over_quantised_rows(name: str) -> None:
+    scale = {"k_scale": 2.0**-6} if name == "fp8" else {}
+    made = cache_format(name, 512, 64, dtype=torch.bfloat16, **scale)
+    only = "^(contexts|totals|rows|repeats|heads-12$|page-16$|windows|small-page|far|refuses)"
+    check_backend(TritonBackend(cache_format=made), device=CUDA, only=only).raise_if_failed()
