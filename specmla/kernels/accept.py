@@ -31,7 +31,7 @@ BLOCK = 4096
 """Ids of a chunk, but no more than the vocabulary needs."""
 
 SLOTS = 2048
-"""Ids of a row that are sorted; a row that keeps more is searched bit by bit."""
+"""Ids of a row that are held; a row that keeps more is read once for each bit of the search."""
 
 RULES = {"token_level": 0, "block": 1, "sample_match": 2}
 """Rules that are fused, with the kernels' number of each."""
@@ -79,9 +79,9 @@ class Accepted(NamedTuple):
     Attributes:
         packed: [B, K + 4] int64: emitted tokens, then -1; drafts, accepted ones, flag.
         next_token: [B] int64.
-        row_max: [B, K + 1] float32, of the logits; anything in rows that can't be reached.
+        row_max: [B, K + 1] float32, of the logits; 0 in rows that can't be reached.
         row_mass: [B, K + 1] float32, the sum of exp((logit - row_max) / temperature) over what is
-            kept; 1 where greedy.
+            kept; 1 where greedy and in rows that can't be reached.
     """
 
     packed: Tensor
@@ -105,7 +105,7 @@ def fused_accept(
         filters: temperatures and what is kept.
         rule: one of `RULES`.
         block: ids of a chunk, a power of two; `BLOCK` or fewer if None.
-        slots: ids of a row that are sorted, a power of two; `SLOTS` or fewer if None.
+        slots: ids of a row that are held, a power of two; `SLOTS` or fewer if None.
     """
     logits, table, drafts, q, seeds, positions = inputs
     b, rows = table.shape

@@ -31,10 +31,13 @@ def accept_rows_kernel(
     C,
     CHUNKS: tl.constexpr,
 ):
-    """One row; those that can't be reached are marked as good."""
+    """One row; those that can't be reached are marked as good: maximum 0, mass 1, all kept."""
     place = tl.program_id(0)
     b, j = place // (K + 1), place % (K + 1)
     if tl.load(drafts_ptr + b * K + j - 1, mask=j > 0, other=0) < 0:
+        tl.store(max_ptr + place, 0.0)
+        tl.store(mass_ptr + place, 1.0)
+        tl.store(cut_ptr + place, KEEP_ALL)
         tl.store(wrong_ptr + place, 0)
         return
     chunk = tl.arange(0, CHUNKS)

@@ -59,7 +59,7 @@ def fused_accept_tree(
         tree: parents (rows), ranks and depths [B, K] int64, of at most 63 nodes.
         rule: one of `RULES`; `block` is `token_level` here.
         block: ids of a chunk, a power of two.
-        slots: ids of a row that are sorted, a power of two.
+        slots: ids of a row that are held, a power of two.
     """
     logits, table, drafts, q, seeds, positions = inputs
     (b, rows), k = table.shape, drafts.shape[1]

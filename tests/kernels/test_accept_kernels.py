@@ -109,6 +109,10 @@ def test_gaps_and_ids_outside_the_vocabulary(rule: str) -> None:
         for b, last in ((0, 1), (1, 0), (4, 1)):
             table[b, last:] = table[b, last]
         got = check(step, rule)
+        rows = step.fused(rule, **SMALL)
+        for b, first in ((0, 2), (1, 1), (4, 2)):
+            assert not rows.row_max[b, first:].any()
+            assert torch.equal(rows.row_mass[b, first:], torch.ones_like(rows.row_mass[b, first:]))
         assert got[1] == 0
         assert got[0] <= 1
         assert got[2] <= 1
