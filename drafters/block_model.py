@@ -161,7 +161,7 @@ class BlockDraftModel(nn.Module):
     def confidence_logit(self, hidden: Tensor, state: Tensor | None) -> Tensor:
         """Give w . [h ; s] `[...]`; its sigmoid is the confidence."""
         features = hidden if state is None else torch.cat((hidden, state), dim=-1)
-        score: Tensor = self.confidence_head.proj(features)
+        score: Tensor = self.confidence_head.proj(features.to(self.confidence_head.proj.weight))
         return score.squeeze(-1)
 
 
