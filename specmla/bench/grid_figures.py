@@ -41,11 +41,12 @@ def _method(found: Comparison, document: Mapping[str, Any]) -> str:
         for i, run in enumerate(env["runs"])
         if run.get("note")
     )
+    several = "one run" if len(env["runs"]) == 1 else f"{len(env['runs'])} runs"
     return (
         f"**`{OURS}` against FlashMLA and FlashAttention-3**, one {gpu}, {env['date'][:10]}, torch "
         f"{env['versions']['torch']}, triton {env['versions']['triton']}; bf16, latent 512 + rope "
         "64. `32q4s8k`: 32 requests of 4 rows and 8k cached tokens (`1-8`: 1 to 8 rows in turn). "
-        f"{len(points)} points, {timed} timed rows, {len(env['runs'])} runs.{runs} At a point all "
+        f"{len(points)} points, {timed} timed rows, {several}.{runs} At a point all "
         "providers are checked against float64 on a sample of its requests, then timed in turns in "
         "one process: main kernel and merge, plan apart, CUDA-graph replay, cold L2, medians. "
         "FlashMLA pads ragged "

@@ -218,7 +218,9 @@ def test_deciding_is_shown_by_form_and_judged_by_its_aims(tmp_path):
     assert "not measured" not in text
     assert "`python -m specmla.bench accept --rule token_level block" in text
     assert str(tmp_path) not in text
-    shutil.copy(RESULTS / "h200_trees.json", file.parent)
+    trees = json.loads((RESULTS / "h200_trees.json").read_text())
+    trees["rows"] = [row for row in trees["rows"] if "fused" not in row["part"]]
+    (file.parent / "h200_trees.json").write_text(json.dumps(trees))
     assert "have not been timed yet" not in figures(file.parent)
     found["forms_left"] = 4
     found["rows"] = [r for r in found["rows"] if r["shape"] == "chain"]

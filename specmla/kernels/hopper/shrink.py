@@ -19,7 +19,8 @@ def _instructions(count: int) -> str:
     """
     upper, lower = 2 * count, 2 * count + 2
     vote = (
-        f"setp.neu.f32 mine, ${upper}, 0f3F800000; setp.neu.or.f32 mine, ${lower}, 0f3F800000, mine; "
+        f"setp.neu.f32 mine, ${upper}, 0f3F800000; "
+        f"setp.neu.or.f32 mine, ${lower}, 0f3F800000, mine; "
         "vote.sync.any.pred any, mine, 0xffffffff; @!any bra done;"
     )
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
