@@ -22,6 +22,8 @@ KINDS: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
 """Device and dtypes of each: the CPU's flash kernel, FlashAttention-2, and cuDNN's. The CPU's has a
 coarser exponential for halves, of which the LSE is off by 2e-5."""
 
+OPERATORS: Any = torch.ops.aten
+
 FLASH_WIDTHS = 8
 """Head widths of FlashAttention-2 are multiples of this."""
 
@@ -86,13 +88,14 @@ class SdpaPrompts:
 
 def _call(name: str, given: list[Tensor], scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Call the operator on [B, H, Q, D], [B, H, S, D] and [B, H, S, V]; out and LSE come first."""
-    ops: Any = torch.ops.aten
     if name == "sdpa":
-        got = ops._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, causal, scale=scale)
+        got = OPERATORS._scaled_dot_product_flash_attention_for_cpu(
+            *given, 0.0, causal, scale=scale
+        )
     elif name == "flash":
-        got = ops._scaled_dot_product_flash_attention(*given, 0.0, causal, False, scale=scale)
+        got = OPERATORS._scaled_dot_product_flash_attention(*given, 0.0, causal, False, scale=scale)
     else:
-        got = ops._scaled_dot_product_cudnn_attention(
+        got = OPERATORS._scaled_dot_product_cudnn_attention(
             *given, None, True, 0.0, causal, False, scale=scale
         )
     return got[0], got[1]

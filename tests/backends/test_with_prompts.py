@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from drafters import NgramDrafter
+from specmla import DeepseekForCausalLM, SamplingParams, build_step, generate
+from specmla.backends import sdpa_prompts
 from specmla.backends.base import Requirements
 from specmla.backends.fa3_prompts import FA3Prompts
 from specmla.backends.prompt_kernel import blocks_of
@@ -18,6 +22,10 @@ from specmla.backends.with_prompts import NAMES, WithPrompts, get_prompt_kernel
 from specmla.errors import ArgumentError, UnsupportedError
 from specmla.testing import assert_attention_within_budget, check_backend, make_prompt_case
 from tests.backends.test_reference_backend_prefill import prompt_part, written_out_mha
+from tests.e2e.conftest import VOCAB
+from tests.e2e.conftest import model as model
+
+LIMIT = SamplingParams(max_tokens=16)
 
 SDPA = WithPrompts(ReferenceBackend(), "sdpa")
 LENS = {
@@ -109,10 +117,12 @@ def test_operators_of_a_gpu_are_called_as_their_schemas_say(
         )
         return out[..., : value.shape[-1]], lse[..., None] if name == "cudnn" else lse
 
-    monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention", attend)
+    fake = types.SimpleNamespace(**{f"_scaled_dot_product_{name}_attention": attend})
+    monkeypatch.setattr(sdpa_prompts, "OPERATORS", fake)
     lens = LENS["ragged"]
     part, given = prompt_part(lens), draw(lens, 24, 12, torch.float32)
     got = SdpaPrompts(name).attend(*given, part, softmax_scale=0.2, causal=True)
+    monkeypatch.undo()
     want = SDPA.forward_mha(*given, part, softmax_scale=0.2)
     torch.testing.assert_close(got.out, want.out)
     torch.testing.assert_close(got.lse, want.lse)
@@ -169,3 +179,17 @@ def test_names() -> None:
         get_prompt_kernel("fa2", "x")
     with pytest.raises(ArgumentError, match="kind is 'fa3'"):
         SdpaPrompts("fa3")
+
+
+def test_a_step_is_built_with_it(model: DeepseekForCausalLM) -> None:
+    """Greedy tokens of the plain backend, drafts and pages of its own included."""
+    found = []
+    for backend in (ReferenceBackend(), WithPrompts(ReferenceBackend(), "sdpa")):
+        step = build_step(model, num_pages=100, page_size=4, backend=backend)
+        batch = {i: ([(5 * i + j) % VOCAB for j in range(3 + 9 * i)], LIMIT) for i in range(3)}
+        tokens: dict[int, list[int]] = {i: [] for i in batch}
+        for results in generate(model, step, batch, NgramDrafter(VOCAB), 3):
+            for r in results:
+                tokens[r.request_id] += r.new_tokens
+        found.append(tokens)
+    assert found[0] == found[1]
