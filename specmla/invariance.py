@@ -4,8 +4,10 @@ With it the bits of a request don't depend on its batch mates, on how its prompt
 or chunks, nor on whether the prompt's prefix was found in the cache:
 
 - Products of activations and weights run in one tile form (`kernels.matmul`), norms a program a row
-  (`kernels.norm`). Rotation, activation functions, residuals and quantisation of rows treat each
-  element, or the largest of a group, by itself.
+  (`kernels.norm`). Routed experts, by kernel or in the loop, are chosen by stable sorts, run in
+  tiles of one form and summed in the order of choice (`kernels.expert_sum`). Rotation, activation
+  functions, residuals and quantisation of rows treat each element, or the largest of a group, by
+  itself.
 - Verify rows attend by a backend that was built `batch_invariant`.
 - Prompt rows and extends of any length attend by MHA to all their keys from the first one on, new
   rows included, by one running softmax over blocks at absolute multiples (`kernels.fold`). Chunks
@@ -30,7 +32,7 @@ from specmla.metadata import StepMetadata
 from specmla.row_local import Linear, RMSNorm, kernel_problems
 
 PARTS = (Linear, RMSNorm, nn.Embedding)
-"""Modules with weights that have such results."""
+"""Modules with weights that have such results, beside those with an attribute `batch_invariant`."""
 
 
 def make_batch_invariant(module: nn.Module) -> None:
@@ -39,8 +41,8 @@ def make_batch_invariant(module: nn.Module) -> None:
     A model that was switched is wired by `build_step` to a backend and rules that go with it.
 
     Raises:
-        UnsupportedError: a device, a dtype or a part of the module that has no such results (routed
-            experts); all reasons are listed and nothing has changed.
+        UnsupportedError: a device, a dtype or a part of the module that has no such results; all
+            reasons are listed and nothing has changed.
     """
     found = module_problems(module)
     if found:
@@ -63,7 +65,8 @@ def module_problems(module: nn.Module) -> list[str]:
     found = [text for device, dtype in weights for text in kernel_problems(device, dtype)]
     by_kind: dict[str, list[str]] = {}
     for name, part in module.named_modules():
-        if part._parameters and not isinstance(part, PARTS):
+        has_it = isinstance(part, PARTS) or hasattr(type(part), "batch_invariant")
+        if part._parameters and not has_it:
             by_kind.setdefault(type(part).__name__, []).append(name or "the module")
     kinds = ", ".join(f"{kind.__module__}.{kind.__name__}" for kind in PARTS)
     for kind, names in by_kind.items():

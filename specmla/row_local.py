@@ -127,6 +127,30 @@ def multiply_codes_by_head(rows: Tensor, codes: Tensor, scale: Tensor, *, along_
     return matmul_rows(rows, codes, None, WeightScale(scale, along_k))
 
 
+def sum_values(rows: Tensor) -> Tensor:
+    """Sum `[..., I]` to `[..., 1]`, as `multiply`."""
+    return multiply(rows, rows.new_ones(1, rows.shape[-1]))
+
+
+def sum_weighted(pairs: Tensor, weights: Tensor) -> Tensor:
+    """Sum `[T, k, D]` over k, each times its weight `[T, k]`, to `[T, D]`: in float32, in order.
+
+    Raises:
+        ArgumentError: as `multiply`; the weights have a dtype of their own.
+    """
+    found = _problems(pairs, None) + _problems(weights, None)
+    if pairs.dim() != 3 or pairs.shape[:2] != weights.shape:
+        found.append(
+            f"weights are {list(weights.shape)}, accepted is [T, k] of {list(pairs.shape)}"
+        )
+    if pairs.device != weights.device:
+        found.append(f"pairs are on {pairs.device}, the weights on {weights.device}; must agree")
+    require(found, "sum_weighted")
+    from specmla.kernels.expert_sum import expert_sum
+
+    return expert_sum(pairs.contiguous(), weights.contiguous())
+
+
 def kernel_problems(device: torch.device, dtype: torch.dtype) -> list[str]:
     """List why the kernels can't serve tensors of that device and dtype."""
     found = []

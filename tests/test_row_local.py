@@ -8,7 +8,14 @@ import torch
 from specmla import ArgumentError
 from specmla.config import MLAConfig
 from specmla.e4m3_up_projection import E4M3UpProjection
-from specmla.row_local import Linear, RMSNorm, multiply, multiply_codes_by_head, multiply_heads
+from specmla.row_local import (
+    Linear,
+    RMSNorm,
+    multiply,
+    multiply_codes_by_head,
+    multiply_heads,
+    sum_weighted,
+)
 from specmla.weight_scales import CODES
 
 pytest.importorskip("triton")
@@ -75,6 +82,20 @@ def test_a_norm_of_two_dimensions_and_a_weight_with_strides():
     rows = torch.randn(3, 16)
     expected = norm(rows)
     torch.testing.assert_close(switched(norm)(rows), expected)
+
+
+def test_weights_that_do_not_fit_what_is_summed():
+    pairs = torch.randn(3, 2, 8)
+    for weights in (torch.ones(3, 3), torch.ones(2, 2), torch.ones(3, 2, 1)):
+        with pytest.raises(ArgumentError, match=r"weights are \[.*\], accepted is \[T, k\]"):
+            sum_weighted(pairs, weights)
+    with pytest.raises(ArgumentError, match=r"dtype is torch\.float64"):
+        sum_weighted(pairs, torch.ones(3, 2, dtype=torch.float64))
+    assert sum_weighted(pairs[:0], torch.ones(0, 2)).shape == (0, 8)
+    strided = torch.randn(3, 8, 2).transpose(1, 2)
+    weights = torch.randn(3, 4)[:, ::2]
+    first, second = (strided * weights[..., None]).unbind(1)
+    assert torch.equal(sum_weighted(strided, weights), first + second)
 
 
 def test_all_reasons_at_once():

@@ -21,9 +21,14 @@ from specmla.kernels.direct import DirectKernel
 
 BLOCK_N = 64
 FEW_PAIRS, MANY_PAIRS = 16, 32
-"""Pairs of a tile: the larger once experts have as many on average."""
+"""Pairs of a tile: the larger once experts have as many on average, or if one serves all."""
 NUM_WARPS, NUM_STAGES = 8, 2
 """With 4 warps, or 64 pairs, a tile of two maps spills."""
+
+
+def inputs_of_step(itemsize: int) -> int:
+    """Give BLOCK_K: of float32, 32 spill in the larger tile of two maps."""
+    return 16 if itemsize == 4 else 64
 
 
 class ExpertTiles(NamedTuple):
@@ -41,15 +46,17 @@ class ExpertTiles(NamedTuple):
     block: int
 
 
-def make_tiles(chosen: Tensor, num_experts: int) -> ExpertTiles:
+def make_tiles(chosen: Tensor, num_experts: int, block: int | None = None) -> ExpertTiles:
     """Cut the pairs of each expert into tiles; nothing is read back.
 
     Args:
         chosen: [P] int64, the expert of each pair, in any order.
         num_experts: E.
+        block: pairs of a tile; by their number if None.
     """
     num_pairs = chosen.shape[0]
-    block = MANY_PAIRS if num_pairs >= MANY_PAIRS * num_experts else FEW_PAIRS
+    if block is None:
+        block = MANY_PAIRS if num_pairs >= MANY_PAIRS * num_experts else FEW_PAIRS
     counts = chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
     tiles = (counts + (block - 1)).div(block, rounding_mode="floor")
     ends = tiles.cumsum(0)
@@ -182,7 +189,7 @@ def experts_linear(
             ALIGN=min(weights.align, other.align),
             BLOCK_M=tiles.block,
             BLOCK_N=BLOCK_N,
-            BLOCK_K=128 // x.element_size(),
+            BLOCK_K=inputs_of_step(x.element_size()),
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
             enable_fp_fusion=True,
@@ -194,9 +201,10 @@ def aot_variants() -> list[tuple[Any, dict[str, str], dict[str, int], dict[str, 
     """List what is compiled ahead of time: kernel, signature, constexprs, launch options."""
     out = []
     forms = [("bf16", FEW_PAIRS, True), ("bf16", MANY_PAIRS, True), ("fp16", MANY_PAIRS, False)]
-    for element, block, gated in [*forms, ("fp32", FEW_PAIRS, True)]:
+    wide = [("fp32", block, gated) for block in (FEW_PAIRS, MANY_PAIRS) for gated in (True, False)]
+    for element, block, gated in [*forms, *wide]:
         constexprs = {"N": 2048, "K": 7168, "GATED": int(gated), "ALIGN": 16, "BLOCK_M": block}
-        constexprs |= {"BLOCK_N": BLOCK_N, "BLOCK_K": 32 if element == "fp32" else 64}
+        constexprs |= {"BLOCK_N": BLOCK_N, "BLOCK_K": inputs_of_step(4 if element == "fp32" else 2)}
         values = ("out_ptr", "x_ptr", "weight_ptr", "other_ptr")
         signature = dict.fromkeys(values, f"*{element}")
         signature |= dict.fromkeys(constexprs, "constexpr")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specmla.errors import ArgumentError, UnsupportedError, require
-from specmla.models.moe import DeepseekMLP, DeepseekMoE
+from specmla.models.moe import DeepseekMLP, DeepseekMoE, sum_pairs
 
 if TYPE_CHECKING:
     from specmla.kernels.experts import ExpertWeights
@@ -38,31 +38,35 @@ class GroupedExperts:
         ]
         self._at = self._addresses()
 
-    def __call__(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def __call__(
+        self, rows: Tensor, weights: Tensor, chosen: Tensor, *, batch_invariant: bool = False
+    ) -> Tensor:
         """Give the weighted sum [T, D] of each row's experts; nothing waits for the device.
 
         Args:
             rows: [T, D].
             weights: [T, k] floating.
             chosen: [T, k] int64.
+            batch_invariant: tiles of one form, whatever T is, and sums in the order of choice: the
+                bits of a row of the result depend on that row alone.
 
         Raises:
             ArgumentError: the weights have moved since.
         """
-        from specmla.kernels.experts import experts_linear, make_tiles
+        from specmla.kernels.experts import MANY_PAIRS, experts_linear, make_tiles
 
         if self._addresses() != self._at:
             raise ArgumentError("the experts' weights have moved; group the experts again")
         per_token, flat = chosen.shape[1], chosen.flatten()
         order = flat.argsort(stable=True)
-        tiles = make_tiles(flat, self.num_experts)
+        block = MANY_PAIRS if batch_invariant else None
+        tiles = make_tiles(flat, self.num_experts, block)
         sorted_pairs = torch.arange(order.shape[0], device=order.device)
         token = order.div(per_token, rounding_mode="floor")
         inner = experts_linear(rows, self._gate, self._up, token, sorted_pairs, tiles)
         by_pair = experts_linear(inner, self._down, None, sorted_pairs, order, tiles)
         by_token = by_pair.unflatten(0, (-1, per_token))
-        summed: Tensor = (by_token * weights.unsqueeze(-1)).sum(1)
-        return summed.to(rows.dtype)
+        return sum_pairs(by_token, weights, batch_invariant=batch_invariant)
 
     def _addresses(self) -> list[int]:
         """Where the first and last weights lie: all are moved together or none."""

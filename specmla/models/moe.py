@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from specmla.config import integer_problems
 from specmla.errors import require
-from specmla.row_local import Linear
+from specmla.row_local import Linear, multiply, sum_values, sum_weighted
 
 TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 SCORING_FUNCS = ("softmax", "sigmoid")
@@ -109,9 +109,15 @@ class DeepseekMLP(nn.Module):
 
 
 class DeepseekRouter(nn.Module):
-    """Chooses experts per token, in float32 or wider."""
+    """Chooses experts per token, in float32 or wider.
+
+    Attributes:
+        batch_invariant: whether a token's experts, their order (of equal scores the lowest index
+            comes first) and the bits of their weights depend on its own row alone.
+    """
 
     e_score_correction_bias: Tensor
+    batch_invariant = False
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
@@ -124,14 +130,34 @@ class DeepseekRouter(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Give weights and ids, each `[T, num_experts_per_tok]`, for rows `[T, D]`."""
         config = self.config
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        logits = nn.functional.linear(hidden.to(wide), self.weight.to(wide))
-        scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
-        chosen = self._open(scores).topk(config.num_experts_per_tok, dim=-1).indices
+        scores = self._scores(hidden)
+        chosen = self._best(self._open(scores), config.num_experts_per_tok)
         weights = scores.gather(-1, chosen)
         if config.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            own = self.batch_invariant
+            total = sum_values(weights) if own else weights.sum(-1, keepdim=True)
+            weights = weights / (total + 1e-20)
         return weights * config.routed_scaling_factor, chosen
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        rows, weight = hidden.to(wide), self.weight.to(wide)
+        is_softmax = self.config.scoring_func == "softmax"
+        if not self.batch_invariant:
+            logits = nn.functional.linear(rows, weight)
+            return logits.softmax(-1) if is_softmax else logits.sigmoid()
+        logits = multiply(rows, weight)
+        if not is_softmax:
+            return 1 / (1 + (-logits).exp())
+        raised = (logits - logits.amax(-1, keepdim=True)).exp()
+        return raised / sum_values(raised)
+
+    def _best(self, scores: Tensor, count: int) -> Tensor:
+        """Give the indices of the largest scores, best first."""
+        if self.batch_invariant:
+            # Which of equal scores `topk` takes is its own affair, and may change with the shape.
+            return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+        return scores.topk(count, dim=-1).indices
 
     def _open(self, scores: Tensor) -> Tensor:
         """Give the scores to choose by; experts of closed groups get -inf."""
@@ -142,10 +168,10 @@ class DeepseekRouter(nn.Module):
             scores = scores + self.e_score_correction_bias
         grouped = scores.unflatten(-1, (config.n_group, -1))
         if config.topk_method == "noaux_tc":
-            strength = grouped.topk(2, dim=-1).values.sum(-1)
+            strength = grouped.topk(2, dim=-1).values.sum(-1)  # of two, in any order the same
         else:
             strength = grouped.amax(-1)
-        best = strength.topk(config.topk_group, dim=-1).indices
+        best = self._best(strength, config.topk_group)
         closed = torch.ones_like(strength, dtype=torch.bool).scatter(-1, best, False)
         masked: Tensor = grouped.masked_fill(closed.unsqueeze(-1), float("-inf"))
         return masked.flatten(-2)
@@ -156,9 +182,12 @@ class DeepseekMoE(nn.Module):
 
     Attributes:
         grouped: runs the routed experts instead of the loop, see `group_experts`; or None.
+        batch_invariant: whether the bits of a row of the result depend on that row alone; those of
+            the two forms differ.
     """
 
-    grouped: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    grouped: Callable[..., Tensor] | None = None
+    batch_invariant = False
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
@@ -176,10 +205,13 @@ class DeepseekMoE(nn.Module):
         """Map `[..., D]` to `[..., D]`."""
         rows = hidden.flatten(0, -2)
         weights, chosen = self.gate(rows)
-        out = (self.grouped or self._routed)(rows, weights, chosen).view_as(hidden)
+        run, own = self.grouped or self._routed, self.batch_invariant
+        out = run(rows, weights, chosen, batch_invariant=own).view_as(hidden)
         return out if self.shared_experts is None else out + self.shared_experts(hidden)
 
-    def _routed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def _routed(
+        self, rows: Tensor, weights: Tensor, chosen: Tensor, *, batch_invariant: bool = False
+    ) -> Tensor:
         """Sum in the order of choice, each pair in a row of its own: the result is repeatable."""
         flat, per_token = chosen.flatten(), chosen.shape[1]
         hits = torch.bincount(flat, minlength=len(self.experts)).tolist()
@@ -189,4 +221,12 @@ class DeepseekMoE(nn.Module):
             if group.shape[0]:
                 pairs.append(expert(rows[group // per_token]))
         by_token: Tensor = torch.cat(pairs)[order.argsort()].unflatten(0, (-1, per_token))
-        return (by_token * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+        return sum_pairs(by_token, weights, batch_invariant=batch_invariant)
+
+
+def sum_pairs(by_token: Tensor, weights: Tensor, *, batch_invariant: bool) -> Tensor:
+    """Sum `[T, k, D]` over k by weights `[T, k]`, in float32 or wider, to `[T, D]`."""
+    if batch_invariant:
+        return sum_weighted(by_token, weights)
+    summed: Tensor = (by_token * weights.unsqueeze(-1)).sum(1)
+    return summed.to(by_token.dtype)

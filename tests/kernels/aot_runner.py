@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from specmla.kernels import (
+    expert_sum,
     experts,
     gather,
     gather_fp8,
@@ -78,6 +79,7 @@ CACHE_MODULES |= {"store_fp8": store_fp8, "gather_fp8": gather_fp8}
 CACHE_MODULES |= {"store_nvfp4": store_nvfp4, "gather_nvfp4": gather_nvfp4}
 CACHE_MODULES |= {"quantise_query": quantise_query, "lift": lift}
 CACHE_MODULES |= {"store_projected": store_projected, "experts": experts}
+CACHE_MODULES |= {"expert_sum": expert_sum}
 CACHE_MODULES |= {"norm": norm, "matmul": matmul}
 BY_ARCH = {"matmul"}
 """Modules whose variants differ between architectures."""

@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from specmla.errors import ArgumentError
+from specmla.invariance import make_batch_invariant
 from specmla.kernels import experts
 from specmla.models.grouped_experts import GroupedExperts, group_experts
 from specmla.models.moe import DeepseekMoE, MoEConfig
@@ -106,3 +107,101 @@ def test_weights_that_can_not_be_taken_are_refused(device):
     layer.experts[1].up_proj.weight.data = layer.experts[1].up_proj.weight.data.half()
     with pytest.raises(ArgumentError, match="2 forms of weights"):
         GroupedExperts(list(layer.experts))
+
+
+ROUTINGS = {
+    "greedy": {},
+    "groups": {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+    "bias": {
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 4, "topk_group": 2,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    },
+}  # fmt: skip
+CASES = [("greedy", torch.float16), ("groups", torch.float32), ("bias", torch.float32)]
+
+
+def invariant_layer(routing: str, dtype: torch.dtype, device: torch.device) -> DeepseekMoE:
+    """Two of the eight experts have equal scores; 32 columns: see `test_invariant_model`."""
+    torch.manual_seed(8)
+    config = MoEConfig(8, 3, 32, n_shared_experts=1, **ROUTINGS[routing])
+    layer = DeepseekMoE(40, config).requires_grad_(False)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    layer.gate.weight[3] = layer.gate.weight[1]
+    if routing == "bias":
+        layer.gate.e_score_correction_bias.normal_(std=0.1)
+        layer.gate.e_score_correction_bias[3] = layer.gate.e_score_correction_bias[1]
+    layer = layer.to(device, dtype)
+    make_batch_invariant(layer)
+    return layer
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "loop"])
+@pytest.mark.parametrize(("routing", "dtype"), CASES, ids=str)
+def test_bits_of_a_row_are_its_own(
+    routing: str, dtype: torch.dtype, grouped: bool, device: torch.device
+) -> None:
+    """The tiles of the plain form change between 1 row and 90."""
+    layer = invariant_layer(routing, dtype, device)
+    if grouped:
+        group_experts(layer)
+    rows = torch.randn(90, 40, device=device).to(dtype)
+    whole = layer(rows)
+    assert whole.isfinite().all()
+    for part in (slice(89, 90), slice(40, 57), slice(3, 86)):
+        assert torch.equal(layer(rows[part].clone()), whole[part])
+    order = torch.randperm(90, device=device)
+    assert torch.equal(layer(rows[order]), whole[order])
+    if grouped:
+        rows[50:] = torch.nan
+        assert torch.equal(layer(rows)[:50], whole[:50])
+
+
+@pytest.mark.parametrize(("routing", "dtype"), CASES, ids=str)
+def test_invariant_layers_err_like_plain_ones(
+    routing: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    layer = invariant_layer(routing, dtype, device)
+    layer.gate.weight[3].add_(1)  # no two scores are equal, so that all choose alike
+    plain, rows = copy.deepcopy(layer), torch.randn(40, 40, device=device).to(dtype)
+    for part in plain.modules():
+        vars(part).pop("batch_invariant", None)
+    wide = copy.deepcopy(plain).double()
+    group_experts(layer)
+    weights, chosen = layer.gate(rows)
+    assert torch.equal(chosen, plain.gate(rows)[1])
+    assert_within_budget(weights, wide.gate(rows.double())[0], plain.gate(rows)[0])
+    exact = wide._routed(rows.double(), weights.double(), chosen)
+    by_loop = plain._routed(rows, weights, chosen)
+    for run in (layer.grouped, layer._routed):
+        got = run(rows, weights, chosen, batch_invariant=True)
+        assert got.dtype is dtype
+        assert_within_budget(got, exact, by_loop)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_of_equal_scores_the_first_experts_are_chosen(routing: str, device: torch.device) -> None:
+    layer = invariant_layer(routing, torch.float32, device)
+    layer.gate.weight.zero_()
+    if routing == "bias":
+        layer.gate.e_score_correction_bias.zero_()
+    _, chosen = layer.gate(torch.randn(5, 40, device=device))
+    assert chosen.tolist() == [[0, 1, 2]] * 5
+
+
+def test_one_form_of_tiles_for_any_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    seen, launch = [], experts.EXPERTS.launch
+    monkeypatch.setattr(
+        experts.EXPERTS, "launch", lambda *a, **named: (seen.append(named), launch(*a, **named))
+    )
+    layer = invariant_layer("greedy", torch.float32, device)
+    group_experts(layer)
+    for rows in (1, 3, 100):
+        layer(torch.randn(rows, 40, device=device))
+    assert len({named["BLOCK_M"] for named in seen}) == 1
+    weights, chosen = layer.gate(torch.randn(100, 40, device=device))
+    layer.grouped(torch.randn(1, 40, device=device), weights[:1], chosen[:1])
+    layer.grouped(torch.randn(100, 40, device=device), weights, chosen)
+    assert len({named["BLOCK_M"] for named in seen[-4:]}) == 2  # the plain form has two

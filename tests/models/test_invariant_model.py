@@ -17,11 +17,16 @@ from specmla.invariance import make_batch_invariant
 from specmla.metadata import RequestKind, RequestRows
 from specmla.models.config import DeepseekConfig
 from specmla.models.deepseek import DeepseekForCausalLM
+from specmla.models.grouped_experts import group_experts
 from specmla.models.moe import MoEConfig
 from specmla.verify.sampling import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DIMS = MLAConfig(40, 2, 32, 12, 16, 10)
+EXPERTS = MoEConfig(
+    8, 2, 32, 1, 1, topk_method="noaux_tc", scoring_func="sigmoid", n_group=2, topk_group=1,
+    norm_topk_prob=True,
+)  # fmt: skip
 PROMPT, VERIFY = RequestKind.PROMPT, RequestKind.VERIFY
 Given = tuple[RequestKind, Sequence[int], int, tuple[int, ...]]
 """Kind, token ids, tokens with them, pages."""
@@ -49,9 +54,11 @@ def logits(model: DeepseekForCausalLM, steps: Sequence[Sequence[Given]]) -> list
     return [pieces[metadata.order.index(i)] for i in range(len(given))]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_do_not_depend_on_the_batch(tied: bool) -> None:
-    model = make_model(tied=tied)
+@pytest.mark.parametrize("kind", ["dense", "tied", "experts", "grouped experts"])
+def test_logits_do_not_depend_on_the_batch(kind: str) -> None:
+    model = make_model(EXPERTS if "experts" in kind else None, tied=kind == "tied")
+    if kind == "grouped experts":
+        assert group_experts(model) == 1
     make_batch_invariant(model)
     text, other = list(range(40)), list(range(49, 0, -1))
     mine, theirs = (2, 7, 3), (1, 5, 11, 6)
@@ -87,11 +94,7 @@ def test_the_loop_gives_everyone_their_own_tokens() -> None:
     assert {len(each) for each in together.values()} == {6}
 
 
-def test_experts_and_other_backends_are_refused() -> None:
-    model = make_model(MoEConfig(4, 2, 8))
-    with pytest.raises(UnsupportedError, match=r"mlp.gate and 1 more is a DeepseekRouter"):
-        make_batch_invariant(model)
-    assert not model.batch_invariant
+def test_backends_without_it_are_refused() -> None:
     model = make_model()
     make_batch_invariant(model)
     with pytest.raises(UnsupportedError, match="batch_invariant"):
