@@ -89,6 +89,8 @@ def field_problems(fields: Mapping[str, Any]) -> list[str]:
         "hidden_act": "silu",
         "sliding_window": None,
         "is_causal": False,
+        "mla_use_nope": False,
+        "mla_use_output_gate": False,
         "shift_label": False,
         "logit_scale": 1.0,
         "output_multiplier": 1.0,

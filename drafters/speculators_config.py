@@ -13,7 +13,7 @@ from typing import Any
 from drafters.gqa_config import is_count
 from specmla import ArgumentError
 
-_KINDS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+KINDS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
 _NEEDED = ("transformer_layer_config", "aux_hidden_state_layer_ids")
 
 
@@ -30,8 +30,8 @@ def block_fields(source: Mapping[str, Any]) -> dict[str, Any]:
             named.
     """
     kind, found = source["speculators_model_type"], []
-    if not isinstance(kind, str) or kind not in _KINDS:
-        found.append(f"speculators_model_type is {kind!r}, accepted are {list(_KINDS)}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        found.append(f"speculators_model_type is {kind!r}, accepted are {list(KINDS)}")
     found += [f"{name} is missing" for name in _NEEDED if not source.get(name)]
     layers = source.get("transformer_layer_config") or {}
     if not isinstance(layers, Mapping):
@@ -53,7 +53,7 @@ def block_fields(source: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **layers,
         **own,
-        "architectures": [_KINDS[kind]],
+        "architectures": [KINDS[kind]],
         "target_layer_ids": [i - 1 for i in ids],
         "sample_from_anchor": bool(from_anchor) if from_anchor is None else from_anchor,
     }

@@ -96,7 +96,9 @@ def test_what_drafts_chains_gives_no_trees(kind, tmp_path):
     [
         ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle'"),
         ({"speculators_model_type": "eagle3"}, "draft_vocab_size is missing"),
-        ({"architectures": ["LlamaForCausalLMEagle"], "num_key_value_heads": 2}, "is 2 without"),
+        ({"speculators_model_type": "mtp"}, "accepted are .'dflash', 'dspark', 'eagle3'"),
+        ({"architectures": ["LlamaForCausalLMEagle"]}, "is .'LlamaForCausalLMEagle'., accepted"),
+        ({"architectures": ["K3DSparkModel"], "kv_lora_rank": 16}, "'DSparkDraftModel', 'Qwen3"),
     ],
 )
 def test_known_formats_that_are_not_served_are_named(config, reason, tmp_path):

@@ -27,10 +27,11 @@ from drafters.block_fields import NAMES as BLOCKS
 from drafters.block_fields import architectures_of
 from drafters.eagle3_fields import ARCHITECTURES as EAGLE3
 from drafters.eagle3_fields import is_eagle3
+from drafters.speculators_config import KINDS as SPECULATORS
 from drafters.speculators_config import is_speculators
 from specmla.cli.run import MakeDrafter
 from specmla.errors import ArgumentError, CheckpointError
-from specmla.models.config import DeepseekConfig
+from specmla.models.config import MODEL_TYPES, DeepseekConfig
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.mtp import load_mtp
 from specmla.models.parts import read_part_config
@@ -69,13 +70,13 @@ def drafter_from(
     """
     longest = min(longest, target.config.max_position_embeddings)
     found = read_part_config(folder)
+    _refuse_foreign(found, folder)
     if is_eagle3(found):
         if tree:
             raise ArgumentError(f"tree is set and {str(folder)!r} is an EAGLE-3 head: chains only")
         return _head_maker(folder, target, num_requests, longest, backend)
     if is_speculators(found) or any(name in BLOCKS for name in architectures_of(found)):
         return _block_maker(folder, target, num_requests, longest, backend, tree)
-    _refuse_foreign(found, folder)
     config = read_config(folder)
     if config.num_mtp_layers and config.num_layers == target.config.num_layers:
         if tree:
@@ -151,15 +152,18 @@ def _refuse_foreign(found: Mapping[str, Any], folder: Path) -> None:
     """Name what is known and not served, rather than what it lacks of ours.
 
     Raises:
-        CheckpointError: grouped queries elsewhere than in blocks.
+        CheckpointError: another kind of drafter, grouped queries of what is none.
     """
-    heads = found.get("num_key_value_heads")
-    if found.get("kv_lora_rank") is None and heads is not None:
-        raise CheckpointError(
-            f"{folder}: architectures is {found.get('architectures')!r} and num_key_value_heads "
-            f"is {heads} without kv_lora_rank: grouped queries are "
-            f"served of {[*BLOCKS, *EAGLE3]}"
-        )
+    names, kind = architectures_of(found), found.get("speculators_model_type")
+    known = [*BLOCKS, *EAGLE3, *MODEL_TYPES]
+    reason = None
+    if is_speculators(found):
+        if kind not in (kinds := [*SPECULATORS, "eagle3"]):
+            reason = f"speculators_model_type is {kind!r}, accepted are {kinds}"
+    elif names and not any(name in known for name in names):
+        reason = f"architectures is {names}, accepted are {known}"
+    if reason is not None:
+        raise CheckpointError(f"{folder}: {reason}")
 
 
 def _refuse_other_module(config: DeepseekConfig, folder: Path, target: DeepseekForCausalLM) -> None:
