@@ -43,7 +43,7 @@ class NgramDrafter:
         prompt_lookup_max: longest suffix tried.
 
     Raises:
-        ArgumentError: not 1 <= prompt_lookup_min <= prompt_lookup_max.
+        ArgumentError: no integers of 1 or more, or a minimum above the maximum.
     """
 
     drafts_ahead = True
@@ -51,11 +51,20 @@ class NgramDrafter:
     def __init__(
         self, vocab_size: int, *, prompt_lookup_min: int = 2, prompt_lookup_max: int = 5
     ) -> None:
-        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
-            raise ArgumentError(
+        sizes = {"vocab_size": vocab_size, "prompt_lookup_min": prompt_lookup_min}
+        sizes["prompt_lookup_max"] = prompt_lookup_max
+        found = [
+            f"{name} is {value!r}, accepted are integers >= 1"
+            for name, value in sizes.items()
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ]
+        if not found and prompt_lookup_min > prompt_lookup_max:
+            found.append(
                 f"prompt_lookup_min is {prompt_lookup_min} and prompt_lookup_max "
                 f"{prompt_lookup_max}; accepted is 1 <= min <= max"
             )
+        if found:
+            raise ArgumentError("NgramDrafter: " + "; ".join(found))
         self.vocab_size = vocab_size
         self.shortest, self.longest = prompt_lookup_min, prompt_lookup_max
         self._indexes: dict[Hashable, _Index] = {}

@@ -10,7 +10,7 @@ import torch
 
 from specmla.backends.base import AttentionBackend, Capabilities
 from specmla.chunks import fold_step
-from specmla.errors import require
+from specmla.errors import count_problems, require
 from specmla.mask import MAX_TREE_NODES, DraftMask
 from specmla.metadata import RequestKind, RequestRows
 from specmla.query import QueryLenSupport
@@ -42,11 +42,7 @@ class BatchRules:
 
     def __post_init__(self) -> None:
         """Refuse what can't be served."""
-        found = []
-        if self.num_speculative_tokens < 0:
-            found.append(
-                f"num_speculative_tokens is {self.num_speculative_tokens}, accepted are values >= 0"
-            )
+        found = count_problems({"num_speculative_tokens": self.num_speculative_tokens}, 0)
         if not isinstance(self.batch_invariant, bool):
             found.append(f"batch_invariant is {self.batch_invariant!r}, accepted are True, False")
         if not isinstance(self.workspace, PrefillWorkspace | None):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specmla.backends.base import AttentionBackend
 from specmla.batch_split import BatchRules, backend_problems, split_batch
-from specmla.errors import require
+from specmla.errors import count_problems, kind_problem, require
 from specmla.fold_tables import FoldTables
 from specmla.host_tables import HostTables, running_starts
 from specmla.mask import DraftMask
@@ -63,8 +63,8 @@ class MetadataBuilder:
             "kv_lora_rank": kv_lora_rank,
             "max_seq_len": max_seq_len,
         }
-        small = {name: got for name, got in sizes.items() if got < 1}
-        found = [f"{name} is {got}, accepted are values >= 1" for name, got in small.items()]
+        found = count_problems(sizes) + kind_problem("dtype", dtype, torch.dtype)
+        found += kind_problem("backend", backend, AttentionBackend)
         require(found, "MetadataBuilder")
         self.backend = backend
         self.page_size, self.num_pages = page_size, num_pages

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specmla.errors import ArgumentError, require
+from specmla.errors import ArgumentError, count_problems, require
 from specmla.score_forms import config_problems
 
 MAX_SIZE = 2**31 - 1
@@ -142,6 +142,11 @@ class MLAConfig:
         rope = self.qk_rope_head_dim
         if not is_count(rope) or not 0 <= rope <= MAX_SIZE or rope % 2:
             reasons.append(f"qk_rope_head_dim is {rope!r}, accepted are even integers >= 0")
+        if not isinstance(self.rope_scaling, YarnScaling | None):
+            reasons.append(f"rope_scaling is {self.rope_scaling!r}, accepted are YarnScaling, None")
+        for name in ("rope_interleave", "attention_bias"):
+            if not isinstance(flag := getattr(self, name), bool):
+                reasons.append(f"{name} is {flag!r}, accepted are True and False")
         if not is_finite(self.rope_theta) or self.rope_theta <= 1:
             reasons.append(f"rope_theta is {self.rope_theta!r}, accepted are finite numbers > 1")
         if not is_finite(self.rms_norm_eps) or self.rms_norm_eps <= 0:
@@ -235,12 +240,7 @@ def is_count(value: object) -> bool:
 
 def integer_problems(config: object, least: int, *names: str) -> list[str]:
     """List the fields `names` that are not integers of at least `least`."""
-    values = {name: getattr(config, name) for name in names}
-    return [
-        f"{name} is {value!r}, accepted are integers >= {least} and below 2**31"
-        for name, value in values.items()
-        if not is_count(value) or not least <= value <= MAX_SIZE
-    ]
+    return count_problems({name: getattr(config, name) for name in names}, least)
 
 
 def is_finite(value: object) -> bool:

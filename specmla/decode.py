@@ -16,6 +16,21 @@ from specmla.verify.step import VerifyStep
 Prompt = tuple[Sequence[int], SamplingParams]
 
 
+def prompt_problems(prompts: object, drafter: object) -> list[str]:
+    """List why these are no prompts of a run, or no drafter."""
+    accepted = "accepted is a mapping of names to (tokens, SamplingParams)"
+    found = []
+    if not isinstance(prompts, Mapping):
+        found.append(f"prompts is {prompts!r}, {accepted}")
+    else:
+        pairs = {n: p for n, p in prompts.items() if not isinstance(p, Sequence) or len(p) != 2}
+        found += [f"prompts[{name!r}] is {pair!r}, {accepted}" for name, pair in pairs.items()]
+    missing = [n for n in ("vocab_size", "propose", "observe", "reset") if not hasattr(drafter, n)]
+    if drafter is not None and missing:
+        found.append(f"drafter is {drafter!r} without {missing}, accepted are a Drafter and None")
+    return found
+
+
 @torch.no_grad()
 def decode_loop(
     runner: CapturedStep,

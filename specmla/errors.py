@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from numbers import Integral
 
 
 class SpecMLAError(Exception):
@@ -87,3 +88,23 @@ def require(reasons: Sequence[str], subject: str) -> None:
     """Raise one `ArgumentError` that lists all `reasons`, or return if there are none."""
     if reasons:
         raise ArgumentError(f"{subject}: " + "; ".join(reasons))
+
+
+def count_problems(counts: Mapping[str, object], least: int = 1) -> list[str]:
+    """List which of these named values are no integers of at least `least`, or 2**31 and more."""
+    return [
+        f"{name} is {value!r}, accepted are integers >= {least} and below 2**31"
+        for name, value in counts.items()
+        if not isinstance(value, Integral)
+        or isinstance(value, bool)
+        or not least <= int(value) < 2**31
+    ]
+
+
+def kind_problem(name: str, value: object, kind: type) -> list[str]:
+    """Say what `value` is where it is not of this kind."""
+    if isinstance(value, kind):
+        return []
+    text = repr(value)
+    text = text if len(text) < 80 else f"a {type(value).__name__}"
+    return [f"{name} is {text}, accepted is a {kind.__module__}.{kind.__name__}"]

@@ -14,13 +14,13 @@ from specmla.budget.base import Budget
 from specmla.budget.fixed import FixedBudget
 from specmla.cache.blocks import BlockManager
 from specmla.cache.latent import LatentCache
-from specmla.decode import Prompt, decode_loop
-from specmla.errors import UnsupportedError, require
+from specmla.decode import Prompt, decode_loop, prompt_problems
+from specmla.errors import UnsupportedError, count_problems, kind_problem, require
 from specmla.invariance import switch_problems
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.moe import DeepseekMoE
 from specmla.models.states import StateCollector
-from specmla.verify.accept import Rule
+from specmla.verify.accept import Rule, rule_problems
 from specmla.verify.captured import CapturedStep, Forward
 from specmla.verify.captured_buckets import capture_problems, doubling_buckets
 from specmla.verify.overlap_loop import overlapped_loop
@@ -64,10 +64,14 @@ def build_step(
             in the same pages.
 
     Raises:
+        ArgumentError: another model, sizes that are none, an unknown rule.
         UnsupportedError: no backend, or not the named one, can serve the model; one of which some
             parts are batch-invariant.
     """
+    require(kind_problem("model", model, DeepseekForCausalLM), "build_step")
     config = model.config
+    found = count_problems({"num_draft_layers": num_draft_layers}, 0)
+    require(found + rule_problems(rule), "build_step")  # before anything is allocated
     found = switch_problems(model)
     if found:
         raise UnsupportedError("batch-invariant model", found)
@@ -136,6 +140,9 @@ def generate(
         PoolFullError: the pool (the target's, or the drafter's own) is too small for all prompts.
         NumericsError: logits without a distribution.
     """
+    require(prompt_problems(prompts, drafter), "generate")
+    if not isinstance(num_speculative_tokens, Budget):
+        FixedBudget(num_speculative_tokens)  # which refuses what are no counts
     if overlap:
         fixed = _fixed_drafts(num_speculative_tokens)
         buckets = _buckets(model, step, prompts, drafter, fixed, graphs)

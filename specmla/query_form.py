@@ -33,7 +33,8 @@ class Fp8Query:
 
     def __post_init__(self) -> None:
         """Refuse scales that no query can have."""
-        good, tiny = math.isfinite(self.scale) and self.scale > 0, torch.finfo(torch.float32).tiny
+        tiny = torch.finfo(torch.float32).tiny
+        good = isinstance(self.scale, int | float) and math.isfinite(self.scale) and self.scale > 0
         good = good and tiny <= self.scale <= torch.finfo(torch.float32).max / 448.0
         if good:
             good = float(torch.tensor(self.scale, dtype=torch.float32)) == self.scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specmla.errors import ArgumentError, require
+from specmla.errors import ArgumentError, count_problems, require
 
 MAX_ROWS = 65_536
 """Most rows that `workspace_rows` asks for, up to a page: 75.5 MB of DeepSeek's bfloat16 rows."""
@@ -25,7 +25,7 @@ def workspace_rows(max_model_len: int, max_num_seqs: int, page_size: int) -> int
         "max_num_seqs": max_num_seqs,
         "page_size": page_size,
     }
-    require(_below_one(limits), "workspace_rows")
+    require(count_problems(limits), "workspace_rows")
     rows = min(max(8 * max_model_len, 4 * max_num_seqs * page_size), MAX_ROWS)
     return _whole_pages(rows, page_size)
 
@@ -50,8 +50,8 @@ class PrefillWorkspace:
     def __init__(
         self, width: int, page_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        found = _below_one({"width": width, "page_size": page_size})
-        if not dtype.is_floating_point:
+        found = count_problems({"width": width, "page_size": page_size})
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             found.append(f"dtype is {dtype}, accepted are floating-point types")
         require(found, "PrefillWorkspace")
         self.width, self.page_size, self.dtype = width, page_size, dtype
@@ -123,7 +123,3 @@ class PrefillWorkspace:
 
 def _whole_pages(num_rows: int, page_size: int) -> int:
     return -(-num_rows // page_size) * page_size
-
-
-def _below_one(sizes: dict[str, int]) -> list[str]:
-    return [f"{name} is {got}, accepted are values >= 1" for name, got in sizes.items() if got < 1]

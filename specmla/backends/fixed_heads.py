@@ -15,7 +15,7 @@ from specmla.backends.base import AttentionBackend, AttentionOutput, Requirement
 from specmla.backends.head_workspace import HeadWorkspace
 from specmla.backends.step_size import StepSize
 from specmla.buffers import Buffer
-from specmla.errors import require
+from specmla.errors import count_problems, kind_problem, require
 from specmla.metadata import PrefillPart, VerifyPart
 
 
@@ -38,8 +38,8 @@ class FixedHeads(AttentionBackend):
     """
 
     def __init__(self, backend: AttentionBackend, num_heads: int = 128) -> None:
-        wrong = [f"num_heads is {num_heads}, accepted are values >= 1"] if num_heads < 1 else []
-        require(wrong, "FixedHeads")
+        wrong = kind_problem("backend", backend, AttentionBackend)
+        require(wrong + count_problems({"num_heads": num_heads}), "FixedHeads")
         has = backend.capabilities
         self.backend, self.num_heads = backend, num_heads
         self.capabilities = dataclasses.replace(

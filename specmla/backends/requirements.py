@@ -8,6 +8,7 @@ import torch
 
 from specmla.backends.graph_support import GraphSupport
 from specmla.cache.formats.base import CacheFormat
+from specmla.errors import kind_problem, require
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
 from specmla.query_form import Fp8Query
@@ -39,3 +40,17 @@ class Requirements:
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
     sinks: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be compared with what backends declare.
+
+        Raises:
+            ArgumentError: sizes that are no integers, no device, no dtype; all are listed.
+        """
+        names = ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size")
+        sizes = {name: getattr(self, name) for name in names}
+        wrong = {n: v for n, v in sizes.items() if not isinstance(v, int) or isinstance(v, bool)}
+        found = [f"{name} is {value!r}, accepted are integers" for name, value in wrong.items()]
+        found += kind_problem("device", self.device, torch.device)
+        found += kind_problem("dtype", self.dtype, torch.dtype)
+        require(found, "Requirements")

@@ -66,7 +66,7 @@ def get_backend(
         UnsupportedError: batch-invariant results, a cache format or a query form are asked for and
             it has none.
     """
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise ArgumentError(f"backend is {name!r}, accepted are {sorted(BACKENDS)}")
     return BACKENDS[name]().make(
         batch_invariant=batch_invariant, cache_format=cache_format, query_form=query_form
@@ -141,6 +141,9 @@ def choose_backend(need: Requirements, name: str | AttentionBackend | None = Non
     """
     if isinstance(name, str):
         name = backend_for(need, name)
+    if not isinstance(name, AttentionBackend | None):
+        known = sorted(BACKENDS)
+        raise ArgumentError(f"backend is {name!r}, accepted are {known}, None, an AttentionBackend")
     kept = name.capabilities.name if name is not None else None
     candidates = [backend_for(need, known) for known in BACKENDS if known != kept]
     candidates.sort(key=lambda b: _rank(b, need))

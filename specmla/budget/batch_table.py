@@ -23,6 +23,8 @@ class BatchTableBudget:
     """
 
     def __init__(self, table: Mapping[int, int]) -> None:
+        if not isinstance(table, Mapping):
+            require([f"table is {table!r}, accepted is a mapping of sizes to counts"], "table")
         found = [] if table else ["table is empty, accepted is one entry or more"]
         for size, count in table.items():
             if not isinstance(size, int) or not isinstance(count, int) or size < 1 or count < 0:

@@ -12,12 +12,13 @@ acceptance rule.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specmla.errors import ArgumentError, require
+from specmla.errors import ArgumentError, count_problems, require
 from specmla.staging import send
 
 
@@ -48,6 +49,10 @@ class Gate:
     """
 
     def __init__(self, rule: StopRule, num_requests: int, device: torch.device | str) -> None:
+        found = count_problems({"num_requests": num_requests}, 0)
+        if not callable(rule):
+            found.append(f"rule is {rule!r}, accepted is a StopRule, which can be called")
+        require(found, "Gate")
         self._rule = rule
         self._survival = torch.ones(num_requests, dtype=torch.float64, device=device)
         self._alive = torch.ones(num_requests, dtype=torch.bool, device=device)
@@ -86,10 +91,8 @@ class SurvivalThreshold:
     """Goes on while the product of a request's confidences is `least` or more."""
 
     def __init__(self, least: float) -> None:
-        require(
-            [f"least is {least}, accepted are 0 to 1"] if not 0 <= least <= 1 else [],
-            "SurvivalThreshold",
-        )
+        good = isinstance(least, Real) and 0 <= least <= 1
+        require([] if good else [f"least is {least!r}, accepted are 0 to 1"], "SurvivalThreshold")
         self.least = least
 
     def __call__(
@@ -117,12 +120,16 @@ class ThroughputStop:
     """
 
     def __init__(self, steps_per_s: Sequence[float]) -> None:
-        bad = [rate for rate in steps_per_s if not 0 < rate < float("inf")]
+        if not isinstance(steps_per_s, Sequence) or isinstance(steps_per_s, str | bytes):
+            what = f"steps_per_s is {steps_per_s!r}, accepted is a sequence of finite rates above 0"
+            require([what], "ThroughputStop")
+        good = [isinstance(rate, Real) and 0 < rate < float("inf") for rate in steps_per_s]
+        bad = [rate for rate, is_good in zip(steps_per_s, good, strict=True) if not is_good]
         found = [f"steps_per_s holds {bad[:4]}, accepted are finite rates above 0"] if bad else []
         if not steps_per_s:
             found.append("steps_per_s is empty, accepted is one rate or more")
         require(found, "ThroughputStop")
-        self._rates = torch.tensor(list(steps_per_s), dtype=torch.float64)
+        self._rates = torch.tensor([float(rate) for rate in steps_per_s], dtype=torch.float64)
 
     def __call__(
         self, survival: Tensor, alive: Tensor, num_admitted: Tensor, sum_survival: Tensor

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from specmla.cache.pages import PagePool
 from specmla.cache.prefix import PrefixIndex
 from specmla.cache.sequence import CachedSequence, Sequences, token_array
-from specmla.errors import ArgumentError, IntegrityError, PoolFullError, require
+from specmla.errors import ArgumentError, IntegrityError, PoolFullError, count_problems, require
 
 
 class BlockManager:
@@ -47,14 +47,8 @@ class BlockManager:
         prefix_caching: bool = True,
         prompts_only: bool = False,
     ) -> None:
-        found = []
-        if num_pages < 1:
-            found.append(f"num_pages is {num_pages}, accepted are values >= 1")
-        if page_size < 1:
-            found.append(f"page_size is {page_size}, accepted are values >= 1")
-        if lookahead < 0:
-            found.append(f"lookahead is {lookahead}, accepted are values >= 0")
-        require(found, "BlockManager")
+        found = count_problems({"num_pages": num_pages, "page_size": page_size})
+        require(found + count_problems({"lookahead": lookahead}, 0), "BlockManager")
         self.num_pages, self.page_size = num_pages, page_size
         self.lookahead, self.prefix_caching = lookahead, prefix_caching
         self.prompts_only = prompts_only

@@ -17,7 +17,7 @@ from specmla.cache.formats.plain import quantised
 from specmla.cache.layout import CacheLayout, format_problems, layout_problems
 from specmla.cache.operations import cache_operations
 from specmla.cache.pool import Impl, default_impl, impl_problems, pool_bytes, pool_problems
-from specmla.errors import require
+from specmla.errors import count_problems, require
 
 
 class LatentCache:
@@ -55,10 +55,7 @@ class LatentCache:
     ) -> None:
         device = torch.device(device)
         found = layout_problems(width, dtype, page_size) + format_problems(format, width, dtype)
-        if num_layers < 1:
-            found.append(f"num_layers is {num_layers}, accepted are values >= 1")
-        if num_pages < 1:
-            found.append(f"num_pages is {num_pages}, accepted are values >= 1")
+        found += count_problems({"num_layers": num_layers, "num_pages": num_pages})
         found += impl_problems(impl, device, format)
         require(found, "LatentCache")
         layout = CacheLayout(width, dtype, page_size, format)

@@ -14,7 +14,7 @@ import torch
 from specmla.buffers import Buffer
 from specmla.cache.formats.base import DTYPES as DTYPES
 from specmla.cache.formats.base import CacheFormat
-from specmla.errors import require
+from specmla.errors import count_problems, require
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,9 @@ class CacheLayout:
 
 def layout_problems(width: int, dtype: torch.dtype, page_size: int) -> list[str]:
     """List every reason why a cache can't have this row format."""
-    found = []
-    if width < 1:
-        found.append(f"width is {width}, accepted are values >= 1 (kv_lora_rank + rope)")
+    found = count_problems({"width": width, "page_size": page_size})  # width is C + R
     if dtype not in DTYPES:
         found.append(f"dtype is {dtype}, accepted are {[str(d) for d in DTYPES]}")
-    if page_size < 1:
-        found.append(f"page_size is {page_size}, accepted are values >= 1")
     return found
 
 
@@ -83,6 +79,8 @@ def format_problems(format: CacheFormat | None, width: int, dtype: torch.dtype) 
     """List what a row format and its cache disagree on."""
     if format is None:
         return []
+    if not isinstance(format, CacheFormat):
+        return [f"format is {format!r}, accepted are None and what cache_format(name, C, R) gives"]
     found = []
     if format.width != width:
         found.append(f"width is {width}, accepted is {format.width}, that of {format}")

@@ -14,7 +14,7 @@ from specmla.config import (
     read_flag,
     read_number,
 )
-from specmla.errors import ArgumentError, require
+from specmla.errors import ArgumentError, kind_problem, require
 from specmla.models.moe import MoEConfig
 
 MODEL_TYPES = {"DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v3"}
@@ -59,6 +59,7 @@ class DeepseekConfig:
             reasons.append(
                 f"architecture is {self.architecture!r}, accepted are {list(MODEL_TYPES)}"
             )
+        reasons += kind_problem("attention", self.attention, MLAConfig)
         if not reasons:
             reasons = self._token_problems()
         require(reasons, "DeepseekConfig")

@@ -37,11 +37,12 @@ class RequestTable:
         Raises:
             ArgumentError: an unknown name.
         """
-        if request_id not in self._states:
+        try:
+            return self._states[request_id]
+        except (KeyError, TypeError):  # a name that can't be hashed is none
             raise ArgumentError(
                 f"request_id {request_id!r} is unknown; active are {list(self._states)[:16]}"
-            )
-        return self._states[request_id]
+            ) from None
 
     def __delitem__(self, request_id: Hashable) -> None:
         del self._states[request_id]

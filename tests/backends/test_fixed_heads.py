@@ -206,7 +206,7 @@ def test_too_many_heads_are_refused_everywhere() -> None:
     part = case.planned(ReferenceBackend())
     with pytest.raises(ArgumentError, match=reason):
         backend.forward_mqa(case.q_latent, case.q_rope, case.latent_cache, part, softmax_scale=1.0)
-    with pytest.raises(ArgumentError, match="num_heads is 0, accepted are values >= 1"):
+    with pytest.raises(ArgumentError, match="num_heads is 0, accepted are integers >= 1"):
         FixedHeads(ReferenceBackend(), 0)
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specmla.errors import require
+from specmla.errors import count_problems, require
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes that rows go in and come out in; float64 is for tests against the reference."""
@@ -70,11 +70,8 @@ class CacheFormat(abc.ABC):
 
     def problems(self) -> list[str]:
         """List every reason why there are no such rows."""
-        found = []
-        if self.kv_lora_rank < 1:
-            found.append(f"kv_lora_rank is {self.kv_lora_rank}, accepted are values >= 1")
-        if self.qk_rope_head_dim < 0:
-            found.append(f"qk_rope_head_dim is {self.qk_rope_head_dim}, accepted are values >= 0")
+        found = count_problems({"kv_lora_rank": self.kv_lora_rank})
+        found += count_problems({"qk_rope_head_dim": self.qk_rope_head_dim}, 0)
         if self.dtype not in DTYPES:
             found.append(f"dtype is {self.dtype}, accepted are {[str(d) for d in DTYPES]}")
         return found
