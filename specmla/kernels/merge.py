@@ -29,11 +29,13 @@ MANY = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [2, 1, 8, 2], [4, 1, 1, 1], [
 
 
 @gluon.jit
-def merge_item(where, BLOCKS: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Merge 8 rows x (8 * BLOCKS) columns of one tile, CHUNK pieces at a time.
+def merge_item(
+    where, BLOCKS: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr, AHEAD: gl.constexpr
+):
+    """Merge 8 rows x (8 * BLOCKS) columns of one tile, adding up CHUNK pieces at a time.
 
     Values are [CHUNK, BLOCKS, 8 rows, 8 columns], as a slot stores them: each of its two halves of
-    256 columns in groups of 8 x 8.
+    256 columns in groups of 8 x 8. AHEAD chunks are loaded before the first of them is added.
     """
     N_ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
     OUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -56,27 +58,32 @@ def merge_item(where, BLOCKS: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.cons
     top = gl.full([8], FLOOR, gl.float32, gl.SliceLayout(0, N_ROWS))
     total = gl.full([8], 0.0, gl.float32, gl.SliceLayout(0, N_ROWS))
     acc = gl.full([BLOCKS, 8, 8], 0.0, gl.float32, OUT)
-    for start in range(0, pieces, CHUNK):
-        n = start + i
-        slot = gl.where(n == 0, first, second + (n - 1) * step)
-        at = part_stat_ptr + slot[:, None] * 128 + group * 8 + r_lse[None, :]
-        used = (n < pieces)[:, None]
-        peak = gl.load(at, mask=used, other=FLOOR, cache_modifier=".cg")
-        sums = gl.load(at + 64, mask=used, other=0.0, cache_modifier=".cg")
-        n_wide = start + gl.arange(
-            0, CHUNK, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-        )
-        slot_wide = gl.where(n_wide == 0, first - origin, n_wide * step)
-        offset = (slot_wide * 32768 + inner)[:, None, None, None] + run[None, :, :, :]
-        held = (n_wide < pieces)[:, None, None, None]
-        value = gl.load(part_at + offset, mask=held, other=0.0, cache_modifier=".cg")
-        new_top = gl.maximum(top, gl.max(peak, axis=0))
-        shrink = gl.exp2(top - new_top)
-        weight = gl.exp2(peak - new_top[None, :])
-        total = total * shrink + gl.sum(sums * weight, axis=0)
-        value = gl.sum(value * weight[:, None, :, None], axis=0)
-        acc = acc * gl.convert_layout(shrink, ROWS)[None, :, None] + value
-        top = new_top
+    for start in range(0, pieces, CHUNK * AHEAD):
+        loaded = ()
+        for ahead in gl.static_range(AHEAD):
+            n = start + ahead * CHUNK + i
+            slot = gl.where(n == 0, first, second + (n - 1) * step)
+            at = part_stat_ptr + slot[:, None] * 128 + group * 8 + r_lse[None, :]
+            used = (n < pieces)[:, None]
+            peak = gl.load(at, mask=used, other=FLOOR, cache_modifier=".cg")
+            sums = gl.load(at + 64, mask=used, other=0.0, cache_modifier=".cg")
+            n_wide = (start + ahead * CHUNK) + gl.arange(
+                0, CHUNK, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+            )
+            slot_wide = gl.where(n_wide == 0, first - origin, n_wide * step)
+            offset = (slot_wide * 32768 + inner)[:, None, None, None] + run[None, :, :, :]
+            held = (n_wide < pieces)[:, None, None, None]
+            value = gl.load(part_at + offset, mask=held, other=0.0, cache_modifier=".cg")
+            loaded += ((peak, sums, value),)
+        for ahead in gl.static_range(AHEAD):
+            peak, sums, value = loaded[ahead]
+            new_top = gl.maximum(top, gl.max(peak, axis=0))
+            shrink = gl.exp2(top - new_top)
+            weight = gl.exp2(peak - new_top[None, :])
+            total = total * shrink + gl.sum(sums * weight, axis=0)
+            value = gl.sum(value * weight[:, None, :, None], axis=0)
+            acc = acc * gl.convert_layout(shrink, ROWS)[None, :, None] + value
+            top = new_top
 
     empty = total == 0.0
     safe = gl.where(empty, 1.0, total)
@@ -123,9 +130,10 @@ def merge_kernel(
 ):
     """Merge every listed tile: a program takes a run of items, of one tile where possible.
 
-    The form decides in which order pieces are added up. For a batch-invariant plan (INVARIANT) it
-    is the same for all: a row that does not see its tile's last piece must be merged as it is in a
-    shorter tile, without that piece.
+    The form decides in which order pieces are added up. For a batch-invariant plan (INVARIANT) all
+    add four at a time, in their order, each thread its own: a row that does not see its tile's last
+    piece must be merged as it is in a shorter tile, without that piece, and a piece that is not
+    there adds exact zeros.
     """
     # The table is older than the kernel before this one: it may be read before that one ends.
     count, total = gl.load(merge_ptr), gl.load(merge_ptr + 1)
@@ -140,18 +148,18 @@ def merge_kernel(
         cuda.gdc_wait()
     for at in range(begin, gl.minimum(begin + share, total)):
         where = (part_ptr, part_stat_ptr, record, out_ptr, lse_ptr, item)
-        if INVARIANT:
-            merge_item(where, 4, 16, SOME)
-        elif record[3] <= 4:
-            merge_item(where, 16, 4, FEW)
+        if record[3] <= 4:
+            merge_item(where, 16, 4, FEW, 1)
+        elif INVARIANT:
+            merge_item(where, 8, 4, FEW, 2)
         elif record[3] <= 8:
-            merge_item(where, 8, 8, FEW)
+            merge_item(where, 8, 8, FEW, 1)
         elif record[3] <= 16:
-            merge_item(where, 4, 16, SOME)
+            merge_item(where, 4, 16, SOME, 1)
         elif record[3] <= 32:
-            merge_item(where, 2, 32, MANY_PAIRS)
+            merge_item(where, 2, 32, MANY_PAIRS, 1)
         else:
-            merge_item(where, 1, 64, MANY)
+            merge_item(where, 1, 64, MANY, 1)
         item += 1
         if item == items:
             record, item, items = read_record(merge_ptr, count, at + 1)

@@ -114,7 +114,7 @@ def merge_items(pieces, live_rows, RUN: tl.constexpr):
     """Count the items that `merge.py` makes of a tile: groups of 8 rows x shares of the columns."""
     groups = (live_rows + 7) // 8
     if RUN > 0:
-        return groups * 16
+        return groups * tl.where(pieces <= 4, 4, 8)
     few = tl.where(pieces <= 4, 4, tl.where(pieces <= 8, 8, 16))
     shares = tl.where(pieces <= 16, few, tl.where(pieces <= 32, 32, 64))
     return groups * shares

@@ -39,7 +39,7 @@ CUDA = torch.device("cuda")
 
 def make_table(records: list[list[int]], invariant: bool = False) -> torch.Tensor:
     """Number the items of tiles (8 rows; 128, 64, 32, 16 or 8 columns), as a plan does."""
-    limits = {1000: 16} if invariant else {4: 4, 8: 8, 16: 16, 32: 32}
+    limits = {4: 4, 1000: 8} if invariant else {4: 4, 8: 8, 16: 16, 32: 32}
     total, rows = 0, []
     for record in records:
         shares = next((n for limit, n in limits.items() if record[3] <= limit), 64)

@@ -78,9 +78,9 @@ def make_plan(
 
 
 def merge_items(pieces: int, live_rows: int, run: int) -> int:
-    """Count the items of a tile: of 8 rows and 128, 64, 32, 16 or 8 columns, of runs 32."""
+    """Count the items of a tile: of 8 rows and 128, 64, 32, 16 or 8 columns, of runs 128 or 64."""
     if run:
-        return -(-live_rows // 8) * 16
+        return -(-live_rows // 8) * (4 if pieces <= 4 else 8)
     limits = {4: 4, 8: 8, 16: 16, 32: 32}
     shares = next((n for limit, n in limits.items() if pieces <= limit), 64)
     return -(-live_rows // 8) * shares
