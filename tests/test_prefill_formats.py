@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specmla.cache import CacheFormat, LatentCache, cache_format
-from tests.test_layer_batch import LAYER, MIXED, Absorbing, Batch
+from tests.mixed_batch import LAYER, MIXED, Absorbing, Batch
 
 pytest.importorskip("triton")
 

@@ -25,7 +25,7 @@ from specmla.testing import make_case
 from specmla.testing.case import VerifyCase
 from specmla.testing.oracle import assert_matches_oracle
 from specmla.testing.poison import PoisonedMemory
-from tests.test_layer_batch import LAYER, MIXED, Absorbing, Batch
+from tests.mixed_batch import LAYER, MIXED, Absorbing, Batch
 
 pytest.importorskip("triton")
 
