@@ -30,7 +30,7 @@ from specmla.kernels.filter_hist import BINS, launch_hist
 BLOCK = 4096
 """Ids of a chunk, but no more than the vocabulary needs."""
 
-SLOTS = 2048
+SLOTS = 4096
 """Ids of a row that are held; a row that keeps more is read once for each bit of the search."""
 
 RULES = {"token_level": 0, "block": 1, "sample_match": 2}

@@ -21,6 +21,8 @@ from specmla.kernels.direct import DirectKernel
 from specmla.kernels.filter_hist import is_searched
 
 NUM_WARPS = 8
+FEW = tl.constexpr(8)
+"""A row that fills no more than this part of its slots looks at no others."""
 
 
 @triton.jit
@@ -74,10 +76,16 @@ def search_found(target, least, high, keys, weight):
 
 
 @triton.jit
-def cut_found(keys, number, kept_mass, row_max, scale, least, top_k, top_p, W, SLOTS: tl.constexpr):
-    """Give cut and mass of a row whose keys that matter are `keys` [SLOTS], the first ones live."""
+def cut_found(
+    found, at, number, kept_mass, row_max, scale, least, top_k, top_p, W, SLOTS: tl.constexpr
+):
+    """Give cut and mass of a row; the ids that matter are in `number` of SLOTS slots from `at`."""
+    found_ptr, found_id_ptr = found
+    slot = tl.arange(0, SLOTS)
+    x = tl.load(found_ptr + at + slot, mask=slot < number, other=0.0)
+    keys = sort_key(x, tl.load(found_id_ptr + at + slot, mask=slot < number, other=0))
     high = sort_key(row_max, tl.zeros((), tl.int32)) + 1
-    live = (tl.arange(0, SLOTS) < number) & (keys >= least)
+    live = (slot < number) & (keys >= least)
     # Sums that round below a target keep all that was found, no id beyond.
     cut = tl.maximum(least, tl.min(tl.where(live, keys, high), 0))
     base = kept_mass
@@ -137,13 +145,15 @@ def filter_cut_kernel(
     cut = tl.where(min_p > 0, sort_key(edge, place * 0 + W), KEEP_ALL)
     if searched:
         number = tl.load(number_ptr + place)
-        if number <= SLOTS:
-            slot = tl.arange(0, SLOTS)
-            at = place.to(tl.int64) * SLOTS + slot
-            x = tl.load(found_ptr + at, mask=slot < number, other=0.0)
-            ids = tl.load(found_id_ptr + at, mask=slot < number, other=0)
+        found = (found_ptr, found_id_ptr)
+        at = place.to(tl.int64) * SLOTS
+        if number <= SLOTS // FEW:
             cut, mass = cut_found(
-                sort_key(x, ids), number, mass, row_max, scale, cut, top_k, top_p, W, SLOTS
+                found, at, number, mass, row_max, scale, cut, top_k, top_p, W, SLOTS // FEW
+            )
+        elif number <= SLOTS:
+            cut, mass = cut_found(
+                found, at, number, mass, row_max, scale, cut, top_k, top_p, W, SLOTS
             )
         else:
             row = tl.load(table_ptr + place)
