@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specmla.bench.environment import command_of, place_of
+
 AIM = 1.5
 """Times plain decoding."""
 
@@ -13,18 +15,20 @@ def decode_figures(found: Mapping[str, Any]) -> list[str]:
     """Give the paragraphs: what was run, tokens a second, where the aim holds and what loses."""
     env, rows = found["env"], found["rows"]
     drafted = [row for row in rows if row["drafts"]]
-    hosts = [row["host_us"] for row in rows]
+    hosts = [row["host_us"] for row in rows if row["host_us"] is not None]
+    captured = "uncaptured" not in env["mode"]
+    host = f" The host takes {min(hosts):.0f} to {max(hosts):.0f} µs of a step." if hosts else ""
     intro = (
-        f"**Whole loops, captured**, one {env['gpu']['name']}, {env['date'][:10]}, torch "
+        f"**Whole loops{', captured' * captured}**, one {place_of(env)}, {env['date'][:10]}, torch "
         f"{env['versions']['torch']}, {env['dtype']}: the shipped target on its first B of "
         f"{env['prompts']['count']} excerpts of held-out modules, K = {drafted[0]['drafts']} for "
         "every drafter, backend "
         f"{' and '.join(dict.fromkeys(row['backend'] for row in rows))}. Plain decoding is "
-        f"captured the same way ({env['mode']}). Timed from the third step until the first "
-        "request ends. In a cell: tokens/s, steps/s, times plain decoding, tokens a step and "
-        f"request. The host takes {min(hosts):.0f} to {max(hosts):.0f} µs of a step."
+        f"{'captured' if captured else 'run'} the same way ({env['mode']}). Timed from the third "
+        "step until the first request ends. In a cell: tokens/s, steps/s, times plain decoding, "
+        f"tokens a step and request.{host}"
     )
-    return [f"{intro}\n\n{_table(rows)}", f"{_aim(drafted)} {_losses(drafted)}", _command(env)]
+    return [f"{intro}\n\n{_table(rows)}", f"{_aim(drafted)} {_losses(drafted)}", command_of(env)]
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -64,7 +68,3 @@ def _losses(drafted: Sequence[Mapping[str, Any]]) -> str:
         if round(r["speedup"], 2) < 1
     ]
     return f"Slower than plain decoding: {', '.join(slower) or 'none'}."
-
-
-def _command(env: Mapping[str, Any]) -> str:
-    return f"`python -m specmla.bench {' '.join(env['argv'])}`"

@@ -21,6 +21,7 @@ from specmla.bench.grid_figures import grid_figures
 from specmla.bench.layer_figures import layer_figures
 from specmla.bench.prefill_figures import prefill_figures
 from specmla.bench.step_figures import step_figures
+from specmla.bench.tree_figures import tree_figures
 
 RESULTS = Path(str(files("specmla"))) / "bench" / "results"
 Results = Mapping[str, dict[str, Any]]
@@ -68,24 +69,6 @@ def _step(found: dict[str, Any], others: Results) -> list[str]:
         f"{row['prompt_len']} cached tokens each; medians, aim 300 µs): {parts[0]} on one "
         f"thread of the CPU below, without the backend's own plan.{gpu} "
         "`python -m specmla.bench step`"
-    ]
-
-
-def _trees(found: dict[str, Any], others: Results) -> list[str]:
-    """What deciding about trees takes by the rules in torch."""
-    rows = [
-        [row["part"], f"{row['us']:.0f}", f"{row['times_read_once']:.1f}"] for row in found["rows"]
-    ]
-    fused = {row["shape"] for row in others.get("h200_accept", {"rows": []})["rows"]}
-    is_there = "tree" in fused or any("fused" in row["part"] for row in found["rows"])
-    late = "" if is_there else ' The fused kernels (`acceptance="triton"`) have not been timed yet.'
-    return [
-        "**Deciding about trees** of 16 nodes, 32 requests, 129,280 ids, bf16, by the rules in "
-        f"torch, one {found['env']['gpu']['name']}, {found['env']['date'][:10]}; beside the time "
-        "of reading logits and q once at copy bandwidth. `move` brings accepted rows to the front "
-        f"in 61 layers.{late}\n\n"
-        + _table(["part", "µs", "times reading once"], rows)
-        + "\n\n`python -m specmla.bench trees`"
     ]
 
 
@@ -151,7 +134,7 @@ SECTIONS: tuple[tuple[str, Make], ...] = (
     ("cpu_step", _step),
     ("h200_step_model", lambda found, others: step_figures(found)),
     ("h200_accept", lambda found, others: accept_figures(found)),
-    ("h200_trees", _trees),
+    ("h200_trees", tree_figures),
     ("h200_decode", lambda found, others: decode_figures(found)),
     ("pair_cpu", _loop),
     ("compare_cpu", lambda found, others: compare_figures(found)),

@@ -57,5 +57,8 @@ def _trees(args: argparse.Namespace, words: Sequence[str]) -> int:
     print(tree_lines(rows))
     if args.json is not None:
         env = collect_env(words) | {"mode": method(args.device)}
-        write_json(args.json, {"env": env, "rows": rows})
+        names = ("requests", "nodes", "vocab", "layers", "top_k", "top_p")
+        sizes = {name: getattr(args, name) for name in names}
+        sizes["dtype"] = str(options.dtype).removeprefix("torch.")
+        write_json(args.json, {"env": env, "options": sizes, "rows": rows})
     return 0

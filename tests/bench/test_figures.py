@@ -230,3 +230,27 @@ def test_deciding_is_shown_by_form_and_judged_by_its_aims(tmp_path):
     assert "4 forms more were not measured" in text
     assert "Wrong: chain token_level greedy one-hot." in text
     assert "have not been timed yet" in text
+
+
+@pytest.mark.parametrize("name", ["h200_trees", "h200_decode"])
+def test_what_a_cpu_measures_is_shown_as_a_cpus(name, tmp_path):
+    file = tmp_path / "results" / f"{name}.json"
+    file.parent.mkdir()
+    words = {
+        "h200_trees": "trees --requests 2 --nodes 5 --vocab 50 --layers 2 --rank 8 --rope 8 "
+        "--reps 1",
+        "h200_decode": "decode --draft ngram --batches 1 --temperatures 0 --max-tokens 8 --turns 1",
+    }[name]
+    assert main([*words.split(), "--device", "cpu", "--json", str(file)]) == 0
+    text = figures(file.parent)
+    assert "one CPU (" in text
+    assert "captured" not in text.replace("uncaptured", "")
+    assert f"`python -m specmla.bench {words.split()[0]} " in text
+    assert str(tmp_path) not in text
+    if name == "h200_trees":
+        assert "of 6 nodes, 2 requests, 50 ids, float32, by the rules in torch, one" in text
+        assert "| token_level, dense q, all |" in text
+        assert "fused kernels (`acceptance=" in text
+    else:
+        assert "| ngram |" in text
+        assert "The host takes" not in text
