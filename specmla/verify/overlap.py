@@ -37,6 +37,7 @@ from specmla.verify.overlap_plan import (
     plan_late,
 )
 from specmla.verify.plan import PlannedRequest, StepPlan
+from specmla.verify.processors.attach import with_processors
 from specmla.verify.proposal import DraftRequest, RequestResult
 from specmla.verify.step import VerifyStep
 
@@ -44,8 +45,8 @@ from specmla.verify.step import VerifyStep
 class OverlappedStep:
     """Runs a `VerifyStep` with up to one step under way while the next is planned.
 
-    All steps run on one stream. Chains only, and no penalties, biases, bans or constraints. Add and
-    fork requests on the step itself; plan, commit, remove and drop them here.
+    All steps run on one stream. Chains only, and no constraints. Add and fork requests on the step
+    itself; plan, commit, remove and drop them here.
 
     Args:
         step: holds the requests; no step of its own may be open.
@@ -132,8 +133,8 @@ class OverlappedStep:
 
         Raises:
             ArgumentError: as `VerifyStep.plan` (one that it planned itself included), and two steps
-                under way, trees, requests that have processors or end with the step under way; all
-                reasons are listed.
+                under way, trees, requests that have a constraint or end with the step under way;
+                all reasons are listed.
             PoolFullError: too few pages; nothing was reserved.
         """
         require(self._flights.problems, "OverlappedStep.plan")
@@ -145,6 +146,8 @@ class OverlappedStep:
             self.step.check_drafter(proposal.probs.shape[-1])
         late = plan_late(states, self.step.blocks.length, last, drafts)
         sampling = self._sampling.get(r.planned.state.sampling for r in late)
+        planned, step = [r.planned for r in late], self.step
+        sampling = with_processors(sampling, planned, proposal, step.vocab_size, step._history)
         lay = None if layout is None else layout.choose(late, proposal, sampling, last)
         if lay is None:
             builder, settle = self.step.builder, self._settler()

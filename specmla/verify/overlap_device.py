@@ -102,6 +102,16 @@ class Settler:
         self._emitted = (accepted + 1) * is_late
         return Anchors(torch.where(is_late, decided, tokens), positions - behind + accepted)
 
+    def late_tokens(self, along: Mapping[str, Tensor], num_requests: int) -> Tensor | None:
+        """Give the tokens [B, E] that the step under way emits of each request, then -1."""
+        if self.before is None:
+            return None
+        source, tokens = along["source"], self.before.tokens
+        late = tokens.new_full((num_requests, tokens.shape[1]), -1)
+        known = (source < 0)[:, None]
+        late[: len(source)] = tokens[source.clamp(min=0)].masked_fill(known, -1)
+        return late
+
     def place_drafts(
         self, along: Mapping[str, Tensor], proposal: DraftProposal | None, num_requests: int
     ) -> DraftedRows:

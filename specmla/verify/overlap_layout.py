@@ -93,4 +93,5 @@ def lay_out_late(
         draft_probs=drafted.draft_probs,
         positions=sent["positions"],
         sampling=sampling,
+        late=settle.late_tokens(sent, count) if sampling.has_processors else None,
     )

@@ -15,7 +15,6 @@ from specmla.metadata import RequestKind, RequestRows
 from specmla.verify.overlap_flights import Flight
 from specmla.verify.pending import batch_problems
 from specmla.verify.plan import PlannedRequest, host_arrays
-from specmla.verify.processors.tables import any_processor
 from specmla.verify.proposal import DraftProposal, DraftRequest
 from specmla.verify.requests import RequestState
 from specmla.verify.table import RequestTable
@@ -99,11 +98,11 @@ def late_problems(
         found += drafts.problems()
     if proposal is not None and any(p is not None for p in proposal.parents or ()):
         found.append("the proposal has trees, accepted are chains: where a tree ends is not known")
-    bound = [s.request_id for s in states if any_processor([s])]
+    bound = [s.request_id for s in states if s.constraint is not None]
     if bound:
         found.append(
-            f"requests {bound[:8]} have penalties, biases, bans or a constraint, which need every "
-            "token on the host; accepted are requests without (or `VerifyStep`)"
+            f"requests {bound[:8]} have a constraint, which needs every token on the host, "
+            "accepted are requests without (or `VerifyStep`)"
         )
     ending = [s.request_id for s in states if ends_under_way(s, flight)]
     if ending:

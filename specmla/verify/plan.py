@@ -56,6 +56,7 @@ class StepPlan:
         positions: [B] int64, each anchor's position: the key of the step's random streams.
         sampling: the parameters of the B requests.
         tree: how the drafts hang together; None in a step of chains.
+        late: [B, E] int64, tokens that the step under way emits, then -1; None: the host knows all.
     """
 
     requests: tuple[PlannedRequest, ...]
@@ -68,6 +69,7 @@ class StepPlan:
     positions: Tensor
     sampling: SamplingBatch
     tree: TreeTables | None = None
+    late: Tensor | None = None
 
 
 def rows_of_requests(plan: StepPlan, logits: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -87,7 +87,20 @@ def alone(model, case: Case, rule: str) -> list[list[int]]:
     return out
 
 
-def make_case(model, seed: int, kind: str, temperature: float, rule: str) -> Case:
+EXTRAS: list[dict[str, Any]] = [
+    {"frequency_penalty": 3.0, "logit_bias": ((11, 40.0), (12, 39.0), (13, 38.0))},
+    {"repetition_penalty": 5.0},
+    {"presence_penalty": 4.0, "frequency_penalty": 2.0, "repetition_penalty": 0.8},
+    {},
+    {"banned_token_ids": tuple(range(9)), "logit_bias": ((11, 3.0), (12, -2.0))},
+    {"min_tokens": 12, "frequency_penalty": 6.0},
+]
+"""What requests ask for by turns, in histories with processors."""
+
+
+def make_case(
+    model, seed: int, kind: str, temperature: float, rule: str, extras: bool = False
+) -> Case:
     """Prompts that share prefixes; the script is what plain decoding gives, spoilt here and there.
 
     Some requests end by a stop token in their middle, some at the context limit.
@@ -104,6 +117,7 @@ def make_case(model, seed: int, kind: str, temperature: float, rule: str) -> Cas
             top_p=0.9 if temperature else 1.0,
             seed=seed * 10 + i,
             max_tokens=rng.randint(1, 26),
+            **EXTRAS[i % len(EXTRAS)] if extras else {},
         )
         for i in range(COUNT)
     ]
@@ -251,8 +265,10 @@ class History:
         return [p for p in range(pool.num_pages) if pool.refs[p] > 1 or p in index]
 
 
-def drive(model, seed: int, kind: str, temperature: float, rule: str, preempts: bool) -> History:
-    case = make_case(model, seed, kind, temperature, rule)
+def drive(
+    model, seed: int, kind: str, temperature: float, rule: str, preempts: bool, extras: bool = False
+) -> History:
+    case = make_case(model, seed, kind, temperature, rule, extras)
     history = History(model, case, rule, random.Random(seed + 1), preempts)
     history.run()
     for name, want in enumerate(alone(model, case, rule)):
@@ -282,6 +298,18 @@ def test_sampled_histories_give_the_tokens_of_the_plain_loop(model, kind, rule):
 @pytest.mark.parametrize("kind", ["device", "ahead"])
 def test_preempted_samples_go_on_where_draws_are_keyed_by_position(model, kind):
     drive(model, 21, kind, 0.9, "sample_match", preempts=True)
+
+
+@pytest.mark.parametrize("rule", ["token_level", "sample_match"])
+@pytest.mark.parametrize("kind", ["none", "device", "drawn", "ahead"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_penalties_count_the_tokens_under_way(model, temperature, kind, rule):
+    """Bans, biases and held back stops too: each row by its own history, part of it on its way."""
+    if kind == "drawn" and rule == "sample_match":
+        pytest.skip("drafts that are drawn have no part in it")
+    for seed in (31, 32):
+        history = drive(model, seed, kind, temperature, rule, preempts=False, extras=True)
+        assert history.ran_ahead > 5
 
 
 def test_the_histories_hold_what_they_are_for(model):

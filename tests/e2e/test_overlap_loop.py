@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from drafters import DraftModelDrafter, NgramDrafter, SuffixDrafter
 from specmla import (
-    ArgumentError,
     FixedBudget,
     SamplingParams,
     UnsupportedError,
@@ -73,11 +74,25 @@ def test_what_can_not_overlap_is_refused_by_name(model):
     for given, reason in cases:
         with pytest.raises(UnsupportedError, match=reason):
             next(generate(model, step, batch, **given, overlap=True))
-    batch["r0"] = ([1], SamplingParams(presence_penalty=1.0))
-    with pytest.raises(ArgumentError, match=r"'r0'.*penalties"):
-        next(generate(model, step, batch, overlap=True))
     assert step.active == ()
     assert step.blocks.num_free == step.blocks.num_pages
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_penalties_and_bans_overlap(model, temperature, graphs):
+    """Where graphs are captured these steps run without one, others of the loop by theirs."""
+    batch = prompts(4, temperature=temperature)
+    asked = [{"frequency_penalty": 3.0}, {"banned_token_ids": tuple(range(30))}, {}, {}]
+    for (name, (tokens, params)), extra in zip(list(batch.items()), asked, strict=True):
+        kept = dataclasses.replace(params, max_tokens=6 + 6 * len(extra), **extra)
+        batch[name] = (tokens, kept)
+    plain, found = run(model, batch)[0], {name: [] for name in batch}
+    for results in generate(model, make_step(model), batch, overlap=True, graphs=graphs):
+        for r in results:
+            found[r.request_id] += r.new_tokens
+    assert found == plain
+    assert plain != run(model, prompts(4, temperature=temperature))[0]
 
 
 def test_a_loop_left_in_its_middle_leaves_nothing(model):

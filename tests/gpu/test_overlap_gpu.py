@@ -40,15 +40,17 @@ def turn(model, overlap, drafts) -> None:
     overlap.verify(plan, forward(model, overlap.step, plan))
 
 
+@pytest.mark.parametrize("asked", [{}, {"frequency_penalty": 0.5, "banned_token_ids": (1, 2)}],
+                         ids=["plain", "processors"])  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("backend", ["triton", "rows", "reference"])
-def test_nothing_waits_from_plan_to_verify(backend, temperature):
+def test_nothing_waits_from_plan_to_verify(backend, temperature, asked):
     model = tiny(2, torch.bfloat16)
     step = build_step(model, num_pages=64, backend=backend)
     overlap, names = OverlappedStep(step), list(range(4))
     drafter = NgramDrafter(VOCAB, prompt_lookup_min=1)
     for i, prompt in enumerate(prompts(4)):
-        step.add(i, prompt, SamplingParams(temperature, top_p=0.9, seed=i, max_tokens=90))
+        step.add(i, prompt, SamplingParams(temperature, top_p=0.9, seed=i, max_tokens=90, **asked))
     with torch.no_grad():
         turn(model, overlap, None)
         for i in range(12):

@@ -19,6 +19,7 @@ from specmla import (
     SamplingParams,
 )
 from tests.verify.test_step import W, logits_for, make_step, propose
+from tests.verify.test_step_processors import Brackets
 
 
 def overlapped(*names: str, length: int = 3, num_pages: int = 16, **params):
@@ -249,8 +250,8 @@ def test_refusals():
             overlap.plan(drafts)
     with pytest.raises(ArgumentError, match="no step is under way"):
         overlap.commit()
-    step.add("c", [1, 2], SamplingParams(repetition_penalty=1.5))
-    with pytest.raises(ArgumentError, match=r"\['c'\] have penalties"):
+    step.add("c", [1, 2], SamplingParams(repetition_penalty=1.5), Brackets())
+    with pytest.raises(ArgumentError, match=r"\['c'\] have a constraint, which needs every token"):
         overlap.plan()
     step.remove("c")
     plan = overlap.plan()

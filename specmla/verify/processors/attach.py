@@ -64,12 +64,22 @@ def process_step(plan: StepPlan, logits: Tensor) -> tuple[StepPlan, Tensor]:
 
 def _history(plan: StepPlan) -> RowHistory:
     if plan.tree is None:
-        return chain_history(plan.drafts)
+        chain = chain_history(plan.drafts)
+        return chain if plan.late is None else _behind(plan.late, chain)
     words, k = plan.tree.words, plan.drafts.shape[1]
     bit = torch.arange(1, k + 1, device=words.device)
     sees = ((words[:, :, None] >> bit) & 1).bool()
     pad = torch.nn.functional.pad
     return RowHistory(plan.drafts, pad(sees, (0, 0, 1, 0)), pad(plan.tree.depths, (1, 0)))
+
+
+def _behind(late: Tensor, history: RowHistory) -> RowHistory:
+    """Put tokens [B, E] that the step under way emits before the drafts, in sight of all rows."""
+    count, rows = len(late), history.sees.shape[1]
+    made = (late >= 0)[:, None].expand(-1, rows, -1)
+    sees = torch.cat([made, history.sees.expand(count, -1, -1)], dim=2)
+    depth = history.depth + made.sum(2)
+    return RowHistory(torch.cat([late, history.drafts], dim=1), sees, depth)
 
 
 def _drafted(request: PlannedRequest, proposal: DraftProposal | None) -> Drafted:
