@@ -322,3 +322,16 @@ def test_heads_of_the_other_kind_are_refused(target):
         GQAEagle3Drafter(target, tiny_gqa_eagle3(target), num_pages=9, backend="triton")
     with pytest.raises(ArgumentError, match="attention is grouped-query"):
         Eagle3Drafter(target, tiny_gqa_eagle3(target), num_pages=9)
+
+
+def test_an_embedding_that_is_not_the_targets_is_refused(target, tmp_path):
+    """Some heads come with a copy of it; another one would be passed over in silence."""
+    model = tiny_gqa_eagle3(target)
+    tensors = tensors_of(model)
+    tensors["embed_tokens.weight"] = target.model.embed_tokens.weight.detach().clone()
+    write(tmp_path, llama_config(model), tensors)
+    assert isinstance(load_eagle3(tmp_path, target), GQAEagle3Model)
+    tensors["embed_tokens.weight"][3, 2] += 0.5
+    write(tmp_path, llama_config(model), tensors)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is not the target's"):
+        load_eagle3(tmp_path, target)
