@@ -136,7 +136,7 @@ def merge_kernel(
     there adds exact zeros.
     """
     # The table is older than the kernel before this one: it may be read before that one ends.
-    count, total = gl.load(merge_ptr), gl.load(merge_ptr + 1)
+    count, total, wide = gl.load(merge_ptr), gl.load(merge_ptr + 1), gl.load(merge_ptr + 2) != 0
     share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
     begin = gl.program_id(0) * share
     record, item, items = read_record(merge_ptr, count, begin)
@@ -149,11 +149,19 @@ def merge_kernel(
     for at in range(begin, gl.minimum(begin + share, total)):
         where = (part_ptr, part_stat_ptr, record, out_ptr, lse_ptr, item)
         if record[3] <= 4:
-            merge_item(where, 16, 4, FEW, 1)
+            if wide:
+                merge_item(where, 32, 4, FEW, 1)
+            else:
+                merge_item(where, 16, 4, FEW, 1)
         elif INVARIANT:
             merge_item(where, 8, 4, FEW, 2)
         elif record[3] <= 8:
-            merge_item(where, 8, 8, FEW, 1)
+            if wide:
+                merge_item(where, 16, 8, FEW, 1)
+            else:
+                merge_item(where, 8, 8, FEW, 1)
+        elif wide & (record[3] <= 16):
+            merge_item(where, 8, 8, FEW, 2)
         elif record[3] <= 16:
             merge_item(where, 4, 16, SOME, 1)
         elif record[3] <= 32:

@@ -24,6 +24,7 @@ from specmla.kernels.schedule_line import (
     BLOCK_KEYS,
     ENTRY_FIELDS,
     MERGE_FIELDS,
+    MERGE_PROGRAMS_PER_SM,
     PROGRAM_FIELDS,
     TILE_ROWS,
     even_length,
@@ -31,6 +32,7 @@ from specmla.kernels.schedule_line import (
     line_length,
     list_cut_jobs,
     merge_items,
+    widen_items,
 )
 
 
@@ -225,5 +227,11 @@ def schedule_kernel(
             tl.store(to + 6, first_item + tile * whole, mask=live)
             tl.store(to + 7, merge_items(runs, rows, RUN), mask=live)
         merges = (tl.sum(cut), tl.sum(items))
-    tl.store(merge_ptr, merges[0])
-    tl.store(merge_ptr + 1, merges[1])
+    count, items = merges
+    wide = items > MERGE_PROGRAMS_PER_SM * PROGRAMS
+    if wide:
+        tl.debug_barrier()
+        items = widen_items(merge_ptr, count, RUN)
+    tl.store(merge_ptr, count)
+    tl.store(merge_ptr + 1, items)
+    tl.store(merge_ptr + 2, wide.to(tl.int32))

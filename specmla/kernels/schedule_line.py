@@ -24,7 +24,11 @@ ENTRY_FIELDS = tl.constexpr(8)
 
 MERGE_FIELDS = tl.constexpr(8)
 """Ints of a split tile: first slot, second slot, slot step, pieces, first packed row, live rows,
-number of its first item, items (`merge_items`). Record 0 holds the counts of tiles and of items."""
+number of its first item, items (`merge_items`). Record 0 holds the counts of tiles and of items,
+and whether these are wide."""
+
+MERGE_PROGRAMS_PER_SM = tl.constexpr(4)
+"""Programs of the merge that an SM holds at once; more items than that are made wide."""
 
 
 @triton.jit
@@ -110,12 +114,16 @@ def find_job(
 
 
 @triton.jit
-def merge_items(pieces, live_rows, RUN: tl.constexpr):
-    """Count the items that `merge.py` makes of a tile: groups of 8 rows x shares of the columns."""
+def merge_items(pieces, live_rows, RUN: tl.constexpr, WIDE: tl.constexpr = False):
+    """Count the items that `merge.py` makes of a tile: groups of 8 rows x shares of the columns.
+
+    Wide items have twice the columns: half as many of them take less than twice as long.
+    """
     groups = (live_rows + 7) // 8
+    fewest: tl.constexpr = 2 if WIDE else 4
     if RUN > 0:
-        return groups * tl.where(pieces <= 4, 4, 8)
-    few = tl.where(pieces <= 4, 4, tl.where(pieces <= 8, 8, 16))
+        return groups * tl.where(pieces <= 4, fewest, 8)
+    few = tl.where(pieces <= 4, fewest, tl.where(pieces <= 8, 2 * fewest, 4 * fewest))
     shares = tl.where(pieces <= 16, few, tl.where(pieces <= 32, 32, 64))
     return groups * shares
 
@@ -148,6 +156,23 @@ def list_cut_jobs(
     tl.store(to + 6, num_items + tl.cumsum(items, 0) - items, mask=cut)
     tl.store(to + 7, items, mask=cut)
     return num_merges + tl.sum(cut.to(tl.int32)), num_items + tl.sum(items)
+
+
+@triton.jit
+def widen_items(merge_ptr, count, RUN: tl.constexpr):
+    """Number the wide items of the listed tiles; gives how many there are."""
+    lane = tl.arange(0, SEARCH)
+    total = count * 0
+    for start in range(0, count, SEARCH):
+        to = merge_ptr + (1 + start + lane) * MERGE_FIELDS
+        listed = start + lane < count
+        pieces = tl.load(to + 3, mask=listed, other=0)
+        live_rows = tl.load(to + 5, mask=listed, other=0)
+        items = tl.where(listed, merge_items(pieces, live_rows, RUN, True), 0)
+        tl.store(to + 6, total + tl.cumsum(items, 0) - items, mask=listed)
+        tl.store(to + 7, items, mask=listed)
+        total += tl.sum(items)
+    return total
 
 
 @triton.jit

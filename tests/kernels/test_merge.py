@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -37,21 +39,25 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
-def make_table(records: list[list[int]], invariant: bool = False) -> torch.Tensor:
-    """Number the items of tiles (8 rows; 128, 64, 32, 16 or 8 columns), as a plan does."""
-    limits = {4: 4, 1000: 8} if invariant else {4: 4, 8: 8, 16: 16, 32: 32}
+def make_table(
+    records: list[list[int]], invariant: bool = False, wide: bool = False
+) -> torch.Tensor:
+    """Number the items of tiles (8 rows; 256, 128, 64, 32, 16 or 8 columns), as a plan does."""
+    few = 2 if wide else 4
+    limits = {4: few, 1000: 8} if invariant else {4: few, 8: 2 * few, 16: 4 * few, 32: 32}
     total, rows = 0, []
     for record in records:
         shares = next((n for limit, n in limits.items() if record[3] <= limit), 64)
         items = -(-record[5] // 8) * shares
         rows.append([*record[:6], total, items])
         total += items
-    return torch.tensor([[len(records), total, *[0] * 6], *rows], dtype=torch.int32)
+    return torch.tensor([[len(records), total, wide, *[0] * 5], *rows], dtype=torch.int32)
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("programs", [1, 8, 64, 528, 1000])
 @pytest.mark.parametrize("pieces", [2, 4, 5, 8, 9, 16, 17, 128, 130])
-def test_merge_is_the_softmax_over_pieces(pieces: int, programs: int) -> None:
+def test_merge_is_the_softmax_over_pieces(pieces: int, programs: int, wide: bool) -> None:
     generator = torch.Generator().manual_seed(pieces)
     live = 40
     parts = torch.randn(pieces, 64, 512, generator=generator)
@@ -65,7 +71,7 @@ def test_merge_is_the_softmax_over_pieces(pieces: int, programs: int) -> None:
     for slot, part, stat in zip(slots, *to_sums(parts, lse), strict=True):
         scratch[slot], stats[slot] = to_slot(part), stat
     record = [5, 8, 4, pieces, 16, live, 0, 0]
-    table = make_table([record])
+    table = make_table([record], wide=wide)
     out, out_lse = torch.full((100, 512), 7.0), torch.full((100,), 7.0)
     held = [t.to(CUDA) for t in (scratch, stats, table, out, out_lse)]
     merge_kernel[(programs,)](*held, INVARIANT=False, num_warps=WARPS)
@@ -83,8 +89,9 @@ def test_merge_is_the_softmax_over_pieces(pieces: int, programs: int) -> None:
     assert (out_lse[16 + live :] == 7).all()
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("programs", [8, 528, 1056])
-def test_tiles_of_very_different_pieces(programs: int) -> None:
+def test_tiles_of_very_different_pieces(programs: int, wide: bool) -> None:
     """One long request among short ones: each tile merges as it would alone, to the bit."""
     generator = torch.Generator().manual_seed(programs)
     counts = [100, 2, 5, 17, 4, 12]
@@ -97,7 +104,7 @@ def test_tiles_of_very_different_pieces(programs: int) -> None:
     ]
 
     def merge(chosen: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        table = make_table(chosen).to(CUDA)
+        table = make_table(chosen, wide=wide).to(CUDA)
         out = torch.full((64 * len(counts), 512), 7.0, device=CUDA)
         out_lse = torch.full((64 * len(counts),), 7.0, device=CUDA)
         merge_kernel[(programs,)](
@@ -127,11 +134,12 @@ def test_an_unseen_last_piece_changes_no_bit_of_a_batch_invariant_merge(pieces: 
     stats = random_stats(pieces + 1, generator).to(CUDA)
     scratch[-1], stats[-1, 0], stats[-1, 1] = 0, FLOOR, 0
     found = []
-    for count in (pieces, pieces + 1):
-        table = make_table([[0, 1, 1, count, 0, 64, 0, 0]], invariant=True).to(CUDA)
+    for count, wide in product((pieces, pieces + 1), (False, True)):
+        table = make_table([[0, 1, 1, count, 0, 64, 0, 0]], invariant=True, wide=wide).to(CUDA)
         out, lse = torch.full((64, 512), 7.0, device=CUDA), torch.full((64,), 7.0, device=CUDA)
         held = (scratch, stats, table, out, lse)
         merge_kernel[(40,)](*held, INVARIANT=True, num_warps=WARPS)
         found.append((out, lse))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+    for out, lse in found[1:]:
+        assert torch.equal(found[0][0], out)
+        assert torch.equal(found[0][1], lse)

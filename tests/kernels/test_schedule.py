@@ -71,17 +71,25 @@ def make_plan(
         check_pages(record, seq_lens, table, page_size)
     merges = merge[1 : 1 + merge[0][0]]
     items = [merge_items(pieces, live, run) for _, _, _, pieces, _, live, *_ in merges]
+    wide = sum(items) > 4 * programs
+    assert merge[0][2] == wide
+    if wide:
+        items = [merge_items(pieces, live, run, wide) for _, _, _, pieces, _, live, *_ in merges]
     assert [record[6] for record in merges] == [sum(items[:i]) for i in range(len(items))]
     assert [record[7] for record in merges] == items
     assert merge[0][1] == sum(items)
     return Plan(query_lens, seq_lens, heads, run, program, entry, merges)
 
 
-def merge_items(pieces: int, live_rows: int, run: int) -> int:
-    """Count the items of a tile: of 8 rows and 128, 64, 32, 16 or 8 columns, of runs 128 or 64."""
+def merge_items(pieces: int, live_rows: int, run: int, wide: bool = False) -> int:
+    """Count the items of a tile: of 8 rows and 128, 64, 32, 16 or 8 columns, of runs 128 or 64.
+
+    Wide items of up to 16 pieces (of runs up to 4) have twice as many columns.
+    """
+    fewest = 2 if wide else 4
     if run:
-        return -(-live_rows // 8) * (4 if pieces <= 4 else 8)
-    limits = {4: 4, 8: 8, 16: 16, 32: 32}
+        return -(-live_rows // 8) * (fewest if pieces <= 4 else 8)
+    limits = {4: fewest, 8: 2 * fewest, 16: 4 * fewest, 32: 32}
     shares = next((n for limit, n in limits.items() if pieces <= limit), 64)
     return -(-live_rows // 8) * shares
 
@@ -209,6 +217,21 @@ def test_equal_jobs_that_nearly_fit_are_not_cut(count: int, keys: int) -> None:
     plan = make_plan([query_len] * count, [keys] * count, 128, 132)
     check(plan)
     assert plan.merges == []
+
+
+@pytest.mark.parametrize("run", [0, 4])
+def test_many_items_of_a_merge_are_wide(run: int) -> None:
+    """More than programs of the merge; `make_plan` compares all numbers and counts."""
+    halved = set()
+    for long in (1024, 3000, 100_000):
+        plan = make_plan([4] * 24, [long, *[1024] * 23], 16, 132, run)
+        for _, _, _, pieces, _, live, _, items in plan.merges:
+            assert items == merge_items(pieces, live, run, wide=True)
+            halved.add(items == merge_items(pieces, live, run) // 2)
+    assert halved == {True, False}
+    alone = make_plan([4], [1024], 16, 132, run)
+    _, _, _, pieces, _, live, _, items = alone.merges[0]
+    assert items == merge_items(pieces, live, run)
 
 
 def test_few_forms_serve_all_batch_sizes() -> None:

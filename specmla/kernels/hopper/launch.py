@@ -16,10 +16,10 @@ from specmla.kernels.launch import FP_FUSION
 from specmla.kernels.merge import WARPS, merge_kernel
 from specmla.kernels.prepared import Launch
 from specmla.kernels.prims import LOG2_E
+from specmla.kernels.schedule_line import MERGE_PROGRAMS_PER_SM
 from specmla.kernels.tensor_box import BoxedTensor, tensor_box
 from specmla.metadata import VerifyPart
 
-MERGE_PROGRAMS_PER_SM = 4
 MERGE_REGISTERS = 128
 """Of a thread of the merge, so that all its programs are resident at once."""
 REGISTERS = 168
@@ -140,4 +140,4 @@ def _merge_launch(out: Tensor, lse: Tensor, plan: HopperPlan) -> Launch:
         "launch_pdl": True,
     }
     args = (plan.partial_out, plan.partial_stat, plan.merge, out, lse)
-    return Launch(MERGE, (plan.program.shape[0] * MERGE_PROGRAMS_PER_SM,), args, named)
+    return Launch(MERGE, (plan.program.shape[0] * MERGE_PROGRAMS_PER_SM.value,), args, named)
