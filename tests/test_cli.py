@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 
 import pytest
 import torch
@@ -235,3 +237,23 @@ def test_bad_input_is_one_line_and_exit_code_2(checkpoint, capsys, name):
 
 def test_every_bad_case_is_run(checkpoint):
     assert [n for n, _, _ in bad_cases(checkpoint)] == NAMES
+
+
+def test_text_that_the_terminal_lacks_is_escaped(checkpoint, monkeypatch):
+    """Under LC_ALL=C, or behind a pipe: a text may hold any character."""
+    held = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="ascii"))
+    monkeypatch.setattr("tokenizers.Tokenizer.decode", lambda *given: "größer")
+    assert run("generate", "--target", checkpoint / "target", "--max-tokens", 1, "def ") == 0
+    sys.stdout.flush()
+    assert held.getvalue() == b"gr\\xf6\\xdfer\n"
+
+
+def test_an_interrupt_is_one_line(capsys, monkeypatch):
+    def interrupted(*given, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specmla.cli.generate.load_checkpoint", interrupted)
+    assert run("generate", "def ") == 130
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "specmla: interrupted\n")
