@@ -78,7 +78,7 @@ def draw_row(
             mass = tl.where(chunks == own // BLOCK, tl.sum(rest, 0).to(tl.float64), mass)
     total = tl.sum(mass, 0)
     residual = residual & (total != 0)
-    if total == 0:
+    if (total == 0) & (greedy == 0):  # of a greedy row nobody has summed anything
         # Rounding refused a draft that p equals q for: the token comes from p.
         for chunk in range(C):
             ids = chunk * BLOCK + lane
@@ -90,7 +90,7 @@ def draw_row(
     chunk = tl.minimum(chunk, tl.max(tl.where(mass > 0, chunks, 0), 0))
     mine = tl.sum(tl.where(chunks == chunk, mass, 0.0), 0)
     start = tl.sum(tl.where(chunks < chunk, mass, 0.0), 0)
-    fraction = tl.maximum((u * total - start) / mine, 0.0)
+    fraction = tl.maximum((u * total - start) / tl.where(greedy, 1.0, mine), 0.0)
     ids = chunk * BLOCK + lane
     x = load_logits(logits_ptr, row, ids, W)
     weight = drawn_from(
