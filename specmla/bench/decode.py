@@ -90,6 +90,7 @@ def _row(case: DecodeCase, turns: Sequence[Turn], plain: Sequence[Turn]) -> dict
         "temperature": case.temperature,
         "drafts": case.num_drafts,
         "captured": options.captured,
+        "acceptance": options.acceptance,
         "backend": builder.backend.capabilities.name,
         "draft_backend": _backend_of(case.drafter),
         "turns": len(turns),

@@ -32,6 +32,7 @@ class DecodeOptions:
         captured: run steps and drafts as CUDA graphs.
         overlapped: beside plain decoding, and drafters that can draft a step ahead, the same with
             the host one step ahead.
+        acceptance: "torch" or "triton" decide, as in `build_step`; plain decoding too.
     """
 
     num_drafts: int
@@ -40,6 +41,7 @@ class DecodeOptions:
     backend: str | None
     captured: bool
     overlapped: bool = False
+    acceptance: str = "torch"
 
 
 @dataclass
@@ -89,6 +91,7 @@ class DecodeCase:
             num_pages=len(prompts) * (-(-longest // PAGE) + 1),
             page_size=PAGE,
             backend=options.backend,
+            acceptance=options.acceptance,
             prefix_caching=False,  # a later turn would find the prompts of the first
             num_draft_layers=int(contender.make is not None),
         )

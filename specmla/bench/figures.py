@@ -136,6 +136,7 @@ SECTIONS: tuple[tuple[str, Make], ...] = (
     ("h200_accept", lambda found, others: accept_figures(found)),
     ("h200_trees", tree_figures),
     ("h200_decode", lambda found, others: decode_figures(found)),
+    ("h200_decode_fused", lambda found, others: decode_figures(found)),
     ("pair_cpu", _loop),
     ("compare_cpu", lambda found, others: compare_figures(found)),
     ("pair_training", _training),

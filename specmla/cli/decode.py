@@ -55,6 +55,7 @@ def add_decode(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="also with the host one step ahead, where drafts allow it (default: with graphs)",
     )
+    add("--acceptance", choices=("torch", "triton"), default="torch", help="who decides")
     add("--eager", action="store_true", help="capture nothing, on a GPU too")
     add_common(parser)
 
@@ -73,7 +74,9 @@ def run_decode(args: argparse.Namespace, words: Sequence[str]) -> int:
     prompts = held_out_prompts(tokenizer, max(args.batches))
     captured = args.device.type == "cuda" and not args.eager
     ahead = captured if args.ahead is None else args.ahead
-    options = DecodeOptions(args.drafts, args.max_tokens, args.turns, args.impl, captured, ahead)
+    options = DecodeOptions(
+        args.drafts, args.max_tokens, args.turns, args.impl, captured, ahead, args.acceptance
+    )
     settings = RunSettings(args.drafts, args.drafts, args.max_tokens, max(args.batches))
     longest = max(map(len, prompts)) + args.max_tokens + args.drafts + 1
     contenders = contenders_of(args.draft, target, settings, longest)

@@ -15,6 +15,7 @@ from specmla.bench.decode import PLAIN, measure_decode
 from specmla.bench.decode_case import DecodeCase, DecodeOptions
 from specmla.bench.decode_overlap import OverlapCase
 from specmla.cli import decode as command
+from specmla.errors import ArgumentError
 from tests.drafters.test_draft_model import tiny
 from tests.e2e.conftest import VOCAB
 
@@ -63,6 +64,16 @@ def test_rows_count_what_the_loop_did(target, captured):
         assert 0 < low <= row["tokens_per_s"] <= high
         assert row["steps_per_s"] * row["step_us"] == pytest.approx(1e6, rel=0.5)
         assert row["host_us"] is None  # of a CPU all time is the host's
+
+
+def test_the_step_decides_by_what_was_asked_for(target):
+    """Interpreted, the kernels would take minutes: the step's choice and the row's word for it."""
+    (row,) = measure_decode(target, [], PROMPTS[:1], 0.0, options(turns=1, max_tokens=8))
+    assert row["acceptance"] == "torch"
+    case = DecodeCase(target, PLAIN, PROMPTS[:1], 0.0, options(acceptance="torch"))
+    assert case.step.acceptance == "torch"
+    with pytest.raises(ArgumentError, match="acceptance is 'none'"):
+        DecodeCase(target, PLAIN, PROMPTS[:1], 0.0, options(acceptance="none"))
 
 
 def test_the_clock_runs_while_all_requests_do(target, monkeypatch):

@@ -43,6 +43,14 @@ def test_every_loop_is_shown_and_slower_ones_are_named():
     assert command.startswith("`python -m specmla.bench decode --draft ngram,draft_model,mtp")
 
 
+def test_who_decides_in_a_loop_is_said():
+    found = load("h200_decode")
+    assert "fused" not in decode_figures(found)[0]
+    for row in found["rows"]:
+        row["acceptance"] = "triton"
+    assert decode_figures(found)[0].startswith("**Whole loops, captured, fused acceptance**")
+
+
 def test_an_aim_of_speed_that_nobody_reaches_is_said():
     found = load("h200_decode")
     for row in found["rows"]:
