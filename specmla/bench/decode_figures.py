@@ -21,8 +21,8 @@ def decode_figures(found: Mapping[str, Any]) -> list[str]:
     host = f" The host takes {min(hosts):.0f} to {max(hosts):.0f} µs of a step." if hosts else ""
     intro = (
         f"**Whole loops{', captured' * captured}{', fused acceptance' * fused}**, one "
-        f"{place_of(env)}, {env['date'][:10]}, torch {env['versions']['torch']}, {env['dtype']}: the shipped target on its first B of "
-        f"{env['prompts']['count']} excerpts of held-out modules, K = {drafted[0]['drafts']} for "
+        f"{place_of(env)}, {env['date'][:10]}, torch {env['versions']['torch']}, {env['dtype']}: "
+        f"the shipped target on its first B of {env['prompts']['count']} excerpts of held-out modules, K = {drafted[0]['drafts']} for "
         "every drafter, backend "
         f"{' and '.join(dict.fromkeys(row['backend'] for row in rows))}. Plain decoding is "
         f"{'captured' if captured else 'run'} the same way ({env['mode']}). Timed from the third "
