@@ -6,6 +6,7 @@ rows; a row past a request's drafts or its limit is inert, as padding is.
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Sequence
 
@@ -17,10 +18,12 @@ from specmla.builder import MetadataBuilder
 from specmla.capture import CapturedMetadata
 from specmla.metadata import RequestRows
 from specmla.staging import send
+from specmla.verify.captured_processors import fill
 from specmla.verify.captured_sampling import HeldSampling
 from specmla.verify.overlap_device import Anchors
 from specmla.verify.overlap_plan import LateRequest
 from specmla.verify.plan import StepPlan
+from specmla.verify.processors.tables import ProcessorTables
 from specmla.verify.proposal import DraftProposal
 from specmla.verify.sampling import SamplingBatch, SamplingParams
 
@@ -35,7 +38,8 @@ class CapturedLatePlan:
         bucket: the shape.
         vocab_size: W.
         before: decisions of the step under way as a graph reads them: accepted drafts and the token
-            after them, [most requests] int64 each.
+            after them, [most requests] int64 each, and all tokens, [most requests, E], -1 after.
+        processors: penalties and biases of B requests, or None: never given.
 
     Attributes:
         plan: the one made last; of its tensors, the shapes alone mean something outside a graph.
@@ -46,23 +50,30 @@ class CapturedLatePlan:
         builder: MetadataBuilder,
         bucket: Bucket,
         vocab_size: int,
-        before: tuple[Tensor, Tensor],
+        before: tuple[Tensor, Tensor, Tensor],
+        processors: ProcessorTables | None = None,
     ) -> None:
         num, length = bucket.num_requests, bucket.query_len
         self.bucket, self.vocab_size, self._before = bucket, vocab_size, before
         self._width = 2 * (length - 1) + 1  # drafts ahead: those of two steps, and a token between
         sizes = dict.fromkeys(NAMES, num) | {"cells": num * self._width}
         self.metadata = CapturedMetadata(builder, bucket, sizes)
-        self.sampling = HeldSampling(num)
+        self._sampling, self._processors = HeldSampling(num), processors
         device = builder.device
         self._row_table = torch.arange(num * length, device=device).view(num, length)
         self._given = torch.full((num, self._width), -1, device=device)
         self.plan = self.for_capture(SamplingBatch.build([SamplingParams()] * num, device))
 
+    def hold(self, sampling: SamplingBatch) -> SamplingBatch:
+        """Give parameters of B requests in buffers that stay, with the flags of `sampling`."""
+        held = self._sampling.hold(sampling)
+        tables = self._processors if sampling.has_processors else None
+        return dataclasses.replace(held, processors=tables)
+
     def for_capture(self, sampling: SamplingBatch) -> StepPlan:
         """Make the bounds exact, let the backend plan, and give the plan: how a graph begins.
 
-        `sampling` is of `self.sampling.hold`.
+        `sampling` is of `hold`.
         """
         sent, length = self.metadata.along, self.bucket.query_len
         at, emitted = self._anchors()
@@ -89,12 +100,18 @@ class CapturedLatePlan:
             draft_probs=None,
             positions=at.positions,
             sampling=sampling,
+            late=self._late_tokens() if sampling.has_processors else None,
         )
         return self.plan
 
+    def _late_tokens(self) -> Tensor:
+        """Give the tokens [B, E] that the step under way emits of each, then -1."""
+        source = self.metadata.along["source"]
+        return self._before[2][source.clamp(min=0)].masked_fill((source < 0)[:, None], -1)
+
     def _anchors(self) -> tuple[Anchors, Tensor]:
         """Give the real anchors, and the tokens that the step under way emits of each [B]."""
-        sent, (num_accepted, next_token) = self.metadata.along, self._before
+        sent, (num_accepted, next_token, _) = self.metadata.along, self._before
         at, is_late = sent["source"].clamp(min=0), sent["source"] >= 0
         # Of a flagged row anything may come; it must only stay within what was reserved.
         accepted = torch.minimum(num_accepted[at].clamp(min=0), sent["behind"])
@@ -134,7 +151,9 @@ class CapturedLatePlan:
             tokens = send(proposal.tokens, tokens.device).reshape(-1)
         flat = torch.cat([tokens, tokens.new_full((1,), -1)])
         torch.index_select(flat, 0, self.metadata.along["cells"], out=self._given.view(-1))
-        self.sampling.fill(sampling)
+        self._sampling.fill(sampling)
+        if self._processors is not None:
+            fill(self._processors, sampling.processors)
 
 
 def _bounds(late: Sequence[LateRequest]) -> dict[str, array[int]]:

@@ -23,12 +23,13 @@ import torch
 from specmla.bucket import Bucket
 from specmla.errors import ArgumentError, require
 from specmla.metadata import RequestRows
-from specmla.verify.accept import find_rule
+from specmla.verify.accept import Acceptance, find_rule
 from specmla.verify.captured import Forward, Recorded, give_parts
 from specmla.verify.captured_buckets import capture_problems
 from specmla.verify.captured_graph import record
 from specmla.verify.captured_late import CapturedLatePlan
-from specmla.verify.captured_mode import Mode, find_mode, modes_of
+from specmla.verify.captured_mode import Mode, batches_of, find_mode, modes_of
+from specmla.verify.captured_processors import ProcessorBuffers, ProcessorRoom, room_problems
 from specmla.verify.judge import Verdict, decide_step, logits_problems, send_verdict
 from specmla.verify.overlap import OverlappedStep
 from specmla.verify.overlap_flights import Flight
@@ -56,9 +57,10 @@ class CapturedOverlap:
         buckets: shapes to capture, in any order; with `eager`, there may be none.
         sampling: parameters, of which every kind is captured, and that of all of them in one batch.
         eager: run what was not captured as `OverlappedStep` does, rather than refuse it.
+        history: as in `CapturedStep`.
 
     Raises:
-        ArgumentError: no bucket, buckets of trees, logits of another shape.
+        ArgumentError: no bucket, buckets of trees, a history below 1, logits of another shape.
         RuntimeError: a forward that can't be captured.
     """
 
@@ -70,9 +72,10 @@ class CapturedOverlap:
         *,
         sampling: Sequence[SamplingParams] = (SamplingParams(),),
         eager: bool = False,
+        history: int | None = None,
     ) -> None:
         require(capture_problems(buckets, sampling), "CapturedOverlap")
-        found = []
+        found = room_problems(history, False)
         if not buckets and not eager:
             found.append("buckets is empty, accepted is one or more, or eager=True")
         if any(bucket.trees for bucket in buckets):
@@ -82,15 +85,23 @@ class CapturedOverlap:
         self.overlap, self.step, self.forward, self.eager = overlap, overlap.step, forward, eager
         self._open: _Open | None = None
         device, width = self.step.builder.device, self.step.vocab_size
-        groups = [[params] for params in sampling] + [list(sampling)]
-        batches = [SamplingBatch.build(group, device) for group in groups]
+        longest = min(width, self.step.max_seq_len)
+        self._room = ProcessorRoom.of(sampling, min(history or longest, longest), False)
+        batches = batches_of(sampling, self._room, device)
         self._modes = {mode: b for b in batches for mode in modes_of(b, False)}
         most = max((b.num_requests for b in buckets), default=0)
         # Decisions of the step under way: its graph's own are overwritten by the next replay.
-        self._before = [torch.zeros(most, dtype=torch.int64, device=device) for _ in "ab"]
-        before = (self._before[0], self._before[1])
+        emitted = max((b.query_len for b in buckets), default=1)
+        pair = [torch.zeros(most, dtype=torch.int64, device=device) for _ in "ab"]
+        self._before = (pair[0], pair[1], torch.full((most, emitted), -1, device=device))
         ordered = sorted(set(buckets), key=lambda b: (b.num_rows, b.num_requests, b.ragged))
-        self._plans = {b: CapturedLatePlan(self.step.builder, b, width, before) for b in ordered}
+        kept = ProcessorBuffers(self._room, ordered, width, device) if any(self._room) else None
+        self._plans = {
+            b: CapturedLatePlan(
+                self.step.builder, b, width, self._before, kept.tables(b) if kept else None
+            )
+            for b in ordered
+        }
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._graphs = {
             (bucket, mode): record(self._call(self._plans[bucket], batch), device, pool)
@@ -144,8 +155,15 @@ class CapturedOverlap:
         room, got = len(self._before[0]), 0 if flight is None else len(flight.plan.requests)
         if got > room:
             found.append(f"the step under way has {got} requests, captured are {room}")
+        emits = 0 if flight is None else 1 + flight.plan.drafts.shape[1]
+        if sampling.has_processors and emits > self._before[2].shape[1]:
+            most = self._before[2].shape[1]
+            found.append(f"the step under way may emit {emits} tokens, captured are {most}")
         lens = [1 + r.num_drafts for r in planned]
         misfits = {bucket: bucket.problems(lens) for bucket in self._plans}
+        if sampling.processors is not None:
+            for bucket, why in misfits.items():
+                why += self._room.problems(sampling.processors, bucket.num_requests)
         fitting = next((bucket for bucket, why in misfits.items() if not why), None)
         if fitting is not None and not found and isinstance(mode, Mode):
             return self._lay_out(fitting, mode, late, proposal, sampling, flight)
@@ -169,11 +187,7 @@ class CapturedOverlap:
         def lay_out(rows: Sequence[RequestRows]) -> StepPlan:
             held.fill(late, rows, proposal, sampling)
             if flight is not None and flight.verdict is not None:
-                count, decided = len(flight.plan.requests), flight.verdict.acceptance
-                for buffer, values in zip(
-                    self._before, (decided.num_accepted, decided.next_token), strict=True
-                ):
-                    buffer[:count].copy_(values[:count])
+                self._note(len(flight.plan.requests), flight.verdict.acceptance)
             requests = tuple(r.planned for r in late)
             plan = dataclasses.replace(held.plan, requests=requests, sampling=sampling)
             plan = dataclasses.replace(plan, metadata=held.metadata.live(len(late)))
@@ -182,9 +196,18 @@ class CapturedOverlap:
 
         return lay_out
 
+    def _note(self, count: int, decided: Acceptance) -> None:
+        """Keep the decisions of the step under way; tokens that have no room are not needed."""
+        accepted, after, emitted = self._before
+        accepted[:count].copy_(decided.num_accepted[:count])
+        after[:count].copy_(decided.next_token[:count])
+        width = min(emitted.shape[1], decided.tokens.shape[1])
+        emitted[:count, :width].copy_(decided.tokens[:count, :width])
+        emitted[:count, width:].fill_(-1)
+
     def _call(self, held: CapturedLatePlan, sampling: SamplingBatch) -> Callable[[], Recorded]:
         """Give what a graph holds: exact bounds, plan, layers, acceptance."""
-        kept, rule = held.sampling.hold(sampling), find_rule(self.step.rule)
+        kept, rule = held.hold(sampling), find_rule(self.step.rule)
 
         @torch.no_grad()
         def call() -> Recorded:

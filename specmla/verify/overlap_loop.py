@@ -50,7 +50,10 @@ def overlapped_loop(
             raise UnsupportedError("overlap", [reason])
     overlap = OverlappedStep(step)
     kinds = [params for _, params in prompts.values()] or [SamplingParams()]
-    graphs = CapturedOverlap(overlap, forward, buckets, sampling=kinds, eager=True)
+    lens = [len(tokens) + (p.max_tokens or step.max_seq_len) for tokens, p in prompts.values()]
+    graphs = CapturedOverlap(
+        overlap, forward, buckets, sampling=kinds, eager=True, history=max(lens, default=None)
+    )
     yield from _loop(overlap, graphs, prompts, drafter, num_drafts)
 
 

@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from drafters import NgramDrafter, SuffixDrafter
-from specmla import ArgumentError, CapturedOverlap, OverlappedStep, SamplingParams, generate
+from specmla import (
+    ArgumentError,
+    CapturedOverlap,
+    DraftProposal,
+    OverlappedStep,
+    SamplingParams,
+    generate,
+)
 from specmla.bucket import Bucket
 from tests.drafters.guards import guard_records
 from tests.e2e.conftest import VOCAB, make_step, prompts, run
@@ -32,7 +39,7 @@ class GraphHistory(History):
 
     def __init__(self, model, case, rule, rng, preempts, buckets) -> None:
         super().__init__(model, case, rule, rng, preempts)
-        self.spoilt = self.replays = 0
+        self.spoilt = self.replays = self.processed = 0
 
         def run_model(plan):
             logits = forward(model, self.step, plan)
@@ -62,7 +69,9 @@ class GraphHistory(History):
         before = [self.rows(i)[kept] for i in range(2)]
         self.spoilt = self.rng.random() < 0.03
         open_plan = self.graphs._open
-        self.replays += open_plan is not None and open_plan.plan is plan
+        is_replay = open_plan is not None and open_plan.plan is plan
+        self.replays += is_replay
+        self.processed += is_replay and plan.sampling.has_processors
         self.graphs.verify(plan)
         for i in range(2):
             assert torch.equal(self.rows(i)[kept], before[i]), "a shared page was written"
@@ -74,8 +83,8 @@ class GraphHistory(History):
         self.check()
 
 
-def drive(model, seed, kind, temperature, rule, preempts, buckets) -> GraphHistory:
-    case = make_case(model, seed, kind, temperature, rule)
+def drive(model, seed, kind, temperature, rule, preempts, buckets, extras=False) -> GraphHistory:
+    case = make_case(model, seed, kind, temperature, rule, extras)
     history = GraphHistory(model, case, rule, random.Random(seed + 1), preempts, buckets)
     history.run()
     for name, want in enumerate(alone(model, case, rule)):
@@ -103,6 +112,14 @@ def test_greedy_histories_give_the_tokens_of_the_plain_loop(model, kind, buckets
 def test_sampled_histories_give_the_tokens_of_the_plain_loop(model, kind, rule):
     """Drafts with distributions run without a graph, in the same history."""
     drive(model, 11, kind, 0.9, rule, False, ALL)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("kind", "buckets"), [("none", SOME), ("device", ALL), ("ahead", SOME)])
+def test_penalties_count_the_tokens_under_way(model, kind, buckets, temperature):
+    """Bans, biases and held back stops too; in replays, beside steps without a graph."""
+    history = drive(model, 31, kind, temperature, "token_level", False, buckets, extras=True)
+    assert history.processed > 5
 
 
 def test_preempted_samples_go_on_where_draws_are_keyed_by_position(model):
@@ -144,6 +161,34 @@ def test_captured_and_eager_steps_accept_the_same(model, drafter):
         steps = generate(model, step, batch, made, 3, graphs=graphs, overlap=True)
         found.append(list(steps))
     assert found[0] == found[1]
+
+
+def test_penalties_beyond_what_was_captured_are_refused(model):
+    step = make_step(model)
+    overlap, params = OverlappedStep(step), SamplingParams(max_tokens=9, frequency_penalty=1.0)
+
+    def run_model(plan):
+        return forward(model, step, plan)
+
+    step.add(0, list(range(6)), params)
+    overlap.verify(plan := overlap.plan(), run_model(plan))
+    overlap.commit()
+    plain = CapturedOverlap(overlap, run_model, [Bucket(1, 2)])
+    with pytest.raises(ArgumentError, match="has_processors=True"):
+        plain.plan()
+    short = CapturedOverlap(overlap, run_model, [Bucket(1, 2)], sampling=[params], history=6)
+    with pytest.raises(ArgumentError, match=r"penalties count 7 .*captured are 6 \(history\)"):
+        short.plan()
+    with pytest.raises(ArgumentError, match="history is 0"):
+        CapturedOverlap(overlap, run_model, [Bucket(1, 2)], history=0)
+    wide = overlap.plan(DraftProposal((0,), (3,), torch.tensor([[1, 2, 3]])))
+    overlap.verify(wide, run_model(wide))
+    graphs = CapturedOverlap(overlap, run_model, [Bucket(1, 2)], sampling=[params])
+    with pytest.raises(ArgumentError, match="may emit 4 tokens, captured are 2"):
+        graphs.plan()
+    overlap.commit()
+    graphs.verify(graphs.plan())
+    assert len(overlap.commit()) == 1
 
 
 def test_what_was_not_captured_is_refused_by_name(model):

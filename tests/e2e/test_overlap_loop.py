@@ -81,7 +81,7 @@ def test_what_can_not_overlap_is_refused_by_name(model):
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_penalties_and_bans_overlap(model, temperature, graphs):
-    """Where graphs are captured these steps run without one, others of the loop by theirs."""
+    """Without graphs, and in those that are captured for them."""
     batch = prompts(4, temperature=temperature)
     asked = [{"frequency_penalty": 3.0}, {"banned_token_ids": tuple(range(30))}, {}, {}]
     for (name, (tokens, params)), extra in zip(list(batch.items()), asked, strict=True):

@@ -25,13 +25,18 @@ def _no_grad():
         yield
 
 
-def made(backend: str, dtype: torch.dtype, temperature: float = 0.0):
+ASKED = pytest.mark.parametrize(
+    "asked", [{}, {"frequency_penalty": 0.5, "banned_token_ids": (1, 2)}], ids=["plain", "asked"]
+)
+
+
+def made(backend: str, dtype: torch.dtype, temperature: float = 0.0, **asked):
     """A captured overlapped step over four requests whose prompts are under way."""
     model = tiny(2, dtype)
     step = build_step(model, num_pages=64, backend=backend)
     for i in range(step.cache.num_layers):
         step.cache.layer(i).zero_()
-    kinds = [SamplingParams(temperature, seed=i, max_tokens=90) for i in range(4)]
+    kinds = [SamplingParams(temperature, seed=i, max_tokens=90, **asked) for i in range(4)]
     overlap = OverlappedStep(step)
     graphs = CapturedOverlap(
         overlap,
@@ -56,19 +61,21 @@ def turns(overlap, graphs, count: int) -> list:
     return [*found, overlap.commit()]
 
 
+@ASKED
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("backend", ["triton", "rows"])
-def test_replays_equal_their_calls_to_the_bit(backend, temperature, monkeypatch):
-    ours, graphs = made(backend, torch.bfloat16, temperature)
+def test_replays_equal_their_calls_to_the_bit(backend, temperature, asked, monkeypatch):
+    ours, graphs = made(backend, torch.bfloat16, temperature, **asked)
     monkeypatch.setattr(captured_overlap, "record", lambda call, device, pool=None: call)
-    eager, calls = made(backend, torch.bfloat16, temperature)
+    eager, calls = made(backend, torch.bfloat16, temperature, **asked)
     assert turns(ours, graphs, 12) == turns(eager, calls, 12)
     assert torch.equal(pool_bits(ours.step), pool_bits(eager.step))
 
 
+@ASKED
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_nothing_waits_from_plan_to_verify(temperature):
-    overlap, graphs = made("triton", torch.bfloat16, temperature)
+def test_nothing_waits_from_plan_to_verify(temperature, asked):
+    overlap, graphs = made("triton", torch.bfloat16, temperature, **asked)
     names, drafter = list(range(4)), NgramDrafter(VOCAB, prompt_lookup_min=1)
     for i in range(12):
         torch.cuda.synchronize()
