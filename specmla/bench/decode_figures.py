@@ -22,8 +22,8 @@ def decode_figures(found: Mapping[str, Any]) -> list[str]:
     intro = (
         f"**Whole loops{', captured' * captured}{', fused acceptance' * fused}**, one "
         f"{place_of(env)}, {env['date'][:10]}, torch {env['versions']['torch']}, {env['dtype']}: "
-        f"the shipped target on its first B of {env['prompts']['count']} excerpts of held-out modules, K = {drafted[0]['drafts']} for "
-        "every drafter, backend "
+        f"the shipped target on its first B of {env['prompts']['count']} excerpts of held-out "
+        f"modules, K = {drafted[0]['drafts']} for every drafter, backend "
         f"{' and '.join(dict.fromkeys(row['backend'] for row in rows))}. Plain decoding is "
         f"{'captured' if captured else 'run'} the same way ({env['mode']}). Timed from the third "
         "step until the first request ends. In a cell: tokens/s, steps/s, times plain decoding, "
