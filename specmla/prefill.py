@@ -1,6 +1,6 @@
 """Prompt rows of one layer by MHA: over all keys at once, or over cached context chunk by chunk.
 
-Attention over two disjoint sets of keys is merged by their LSE (`merge_attention_states`):
+Attention over two disjoint sets of keys is merged by their LSE (`AttentionBackend.merge_states`):
 
     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from specmla.backends.base import AttentionBackend, AttentionOutput
 from specmla.backends.running import RunningSoftmax
 from specmla.metadata import ContextPart, PrefillPart
-from specmla.reference import merge_attention_states
 from specmla.workspace import PrefillWorkspace
 
 
@@ -96,10 +95,7 @@ class PromptAttention:
         """Merge one chunk of context into the rows that see it, in place."""
         rows = slice(chunk.first_row, chunk.end_row)
         got = self._over(query[rows], chunk.keys, workspace, causal=False)
-        out, lse = merged.out[rows], merged.lse[rows]
-        both = merge_attention_states(out, lse, *got)
-        out.copy_(both.out)
-        lse.copy_(both.lse)
+        self.backend.merge_states(AttentionOutput(merged.out[rows], merged.lse[rows]), got)
 
     def _over(
         self,

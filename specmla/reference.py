@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionOutput
-from specmla.errors import ArgumentError
+from specmla.lse_merge import merged_states
 from specmla.metadata import VerifyPart
 
 
@@ -117,11 +117,7 @@ def expanded_mha(
 def merge_attention_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> AttentionOutput:
-    """Combine attention over two disjoint sets of keys into attention over their union.
-
-    Weights are exp(lse) (natural log). An empty state (LSE -inf) changes no bit of the other one,
-    whatever its output holds, NaN included; two empty states give the empty state. Computed in
-    float32, or in float64 if an input is.
+    """Combine attention over two disjoint sets of keys, see `specmla.lse_merge.merged_states`.
 
     Args:
         out_a: [T, H, D]. lse_a: [T, H]. out_b, lse_b: likewise.
@@ -129,23 +125,7 @@ def merge_attention_states(
     Raises:
         ArgumentError: shapes that do not agree.
     """
-    if not (out_a.shape == out_b.shape and lse_a.shape == lse_b.shape == out_a.shape[:-1]):
-        raise ArgumentError(
-            f"merge_attention_states: out_a {tuple(out_a.shape)}, lse_a {tuple(lse_a.shape)}, "
-            f"out_b {tuple(out_b.shape)}, lse_b {tuple(lse_b.shape)}; accepted are [T, H, D] twice "
-            "and [T, H] twice"
-        )
-    dtype = torch.promote_types(torch.promote_types(out_a.dtype, out_b.dtype), torch.float32)
-    top = torch.maximum(lse_a, lse_b)
-    # Two empty states: -inf - (-inf) would be NaN.
-    safe = top.masked_fill(top == -torch.inf, 0.0)
-    weight_a, weight_b = (lse_a - safe).exp(), (lse_b - safe).exp()
-    total = weight_a + weight_b
-    share_a, share_b = ((w / total).to(dtype)[..., None] for w in (weight_a, weight_b))
-    blend = (share_a * out_a.to(dtype) + share_b * out_b.to(dtype)).to(out_a.dtype)
-    empty_a, empty_b = (lse[..., None] == -torch.inf for lse in (lse_a, lse_b))
-    out = torch.where(empty_b, torch.where(empty_a, 0.0, out_a), torch.where(empty_a, out_b, blend))
-    return AttentionOutput(out, safe.add(total.log()))
+    return AttentionOutput(*merged_states(out_a, lse_a, out_b, lse_b))
 
 
 def _cached_rows(latent_cache: Tensor, part: VerifyPart, request: int) -> Tensor:

@@ -20,6 +20,7 @@ from specmla.cache.formats.base import CacheFormat
 from specmla.cache.formats.plain import quantised
 from specmla.errors import UnsupportedError
 from specmla.kernels.launch import describe_device
+from specmla.lse_merge import merged_states
 from specmla.metadata import PrefillPart, VerifyPart
 from specmla.query_form import Fp8Query
 
@@ -186,3 +187,14 @@ class AttentionBackend(PromptFolding, abc.ABC):
             softmax_scale: as in `forward_mqa`.
             causal: bottom-right aligned if true; else every row sees all keys of its request.
         """
+
+    def merge_states(self, held: AttentionOutput, got: AttentionOutput) -> None:
+        """Merge attention over further keys into `held`, in place; torch if not overridden.
+
+        Args:
+            held: values [T, H, V] float32 (float64 of a float64 query) and LSE, written.
+            got: the same rows over other keys, values in any dtype; see `merged_states`.
+        """
+        out, lse = merged_states(*held, *got)
+        held.out.copy_(out)
+        held.lse.copy_(lse)

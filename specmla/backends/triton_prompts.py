@@ -53,6 +53,12 @@ class TritonPrompts(AttentionBackend):
             )
         return AttentionOutput(out, lse)
 
+    def merge_states(self, held: AttentionOutput, got: AttentionOutput) -> None:
+        """Merge by a kernel, in one pass; see `AttentionBackend.merge_states`."""
+        from specmla.kernels.merge_states import merge_states_into
+
+        merge_states_into(*held, *got)
+
     def fold_mha(
         self,
         state: RunningSoftmax,

@@ -107,6 +107,10 @@ class WithPrompts(AttentionBackend):
             query, key, value, part, softmax_scale=softmax_scale, causal=causal
         )
 
+    def merge_states(self, held: AttentionOutput, got: AttentionOutput) -> None:
+        """Merge as the backend does."""
+        self.backend.merge_states(held, got)
+
     def fold_mha(self, *given: Any, **scale: Any) -> None:
         """Carry prompt rows on, see `AttentionBackend.fold_mha`."""
         self.backend.fold_mha(*given, **scale)

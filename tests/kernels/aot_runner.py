@@ -31,6 +31,7 @@ from specmla.kernels import (
     gather_nvfp4,
     lift,
     matmul,
+    merge_states,
     move,
     norm,
     quantise_query,
@@ -79,7 +80,7 @@ CACHE_MODULES |= {"store_fp8": store_fp8, "gather_fp8": gather_fp8}
 CACHE_MODULES |= {"store_nvfp4": store_nvfp4, "gather_nvfp4": gather_nvfp4}
 CACHE_MODULES |= {"quantise_query": quantise_query, "lift": lift}
 CACHE_MODULES |= {"store_projected": store_projected, "experts": experts}
-CACHE_MODULES |= {"expert_sum": expert_sum}
+CACHE_MODULES |= {"expert_sum": expert_sum, "merge_states": merge_states}
 CACHE_MODULES |= {"norm": norm, "matmul": matmul}
 BY_ARCH = {"matmul"}
 """Modules whose variants differ between architectures."""
