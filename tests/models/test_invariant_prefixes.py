@@ -49,13 +49,16 @@ def make_step(*, caching: bool) -> VerifyStep:
 
 @torch.no_grad()
 def serve(
-    step: VerifyStep, prompts: dict[str, list[int]], truth: dict[str, list[int]] | None = None
+    model: DeepseekForCausalLM,
+    step: VerifyStep,
+    prompts: dict[str, list[int]],
+    new: int = FEW,
+    truth: dict[str, list[int]] | None = None,
 ) -> Served:
     """Serve all requests to their ends; drafts are two true tokens and a wrong one, if known."""
-    forward, served = make_forward(model(), step), Served({}, {}, {})
+    forward, served = make_forward(model, step), Served({}, {}, {})
     for name, prompt in prompts.items():
-        params = SamplingParams(max_tokens=NEW if prompt == PROMPT else FEW)
-        served.found[name] = step.add(name, prompt, params)
+        served.found[name] = step.add(name, prompt, SamplingParams(max_tokens=new))
     for name in step.active:
         served.tokens[name], served.logits[name] = list(step.tokens(name)), {}
     while step.active:
@@ -79,20 +82,19 @@ def propose(step: VerifyStep, truth: dict[str, list[int]] | None) -> DraftPropos
     rows = []
     for r in wanted:
         given = truth[r.request_id][len(r.tokens) :][: r.num_drafts]
-        given[2:] = [(token + 1) % 50 for token in given[2:]]
+        given[2:] = [(token + 1) % step.vocab_size for token in given[2:]]
         rows.append([*given, *[-1] * (3 - len(given))])
     counts = tuple(sum(token >= 0 for token in row) for row in rows)
     return DraftProposal(tuple(r.request_id for r in wanted), counts, torch.tensor(rows))
 
 
 @functools.cache
-def alone(prompt: tuple[int, ...]) -> Served:
-    return serve(make_step(caching=False), {"it": list(prompt)})
+def alone(prompt: tuple[int, ...], new: int = FEW) -> Served:
+    return serve(model(), make_step(caching=False), {"it": list(prompt)}, new)
 
 
-def assert_as_alone(served: Served, prompts: dict[str, list[int]]) -> None:
-    for name, prompt in prompts.items():
-        want = alone(tuple(prompt))
+def assert_as_alone(served: Served, alone: dict[str, Served]) -> None:
+    for name, want in alone.items():
         assert served.tokens[name] == want.tokens["it"]
         assert served.logits[name].keys() == want.logits["it"].keys()
         for position, row in served.logits[name].items():
@@ -102,7 +104,7 @@ def assert_as_alone(served: Served, prompts: dict[str, list[int]]) -> None:
 def test_found_prefixes_give_the_bits_of_computed_ones() -> None:
     """After a request has decoded with drafts: its prompt, its whole text, and one token more than
     two pages; then the text once more, whose pages a prompt has written by now."""
-    step, text = make_step(caching=True), alone(tuple(PROMPT)).tokens["it"]
+    step, text = make_step(caching=True), alone(tuple(PROMPT), NEW).tokens["it"]
     rounds: list[dict[str, tuple[list[int], int]]] = [
         {"first": (PROMPT, 0)},
         {
@@ -113,28 +115,29 @@ def test_found_prefixes_give_the_bits_of_computed_ones() -> None:
         {"again": ([*text, 9], 48), "other": ([*PROMPT[:20], 5, 4], 16), "one": ([3], 0)},
     ]
     for requests in rounds:
+        new = NEW if "first" in requests else FEW
         prompts = {name: prompt for name, (prompt, _) in requests.items()}
-        truth = {name: alone(tuple(prompt)).tokens["it"] for name, prompt in prompts.items()}
-        served = serve(step, prompts, truth)
+        want = {name: alone(tuple(prompt), new) for name, prompt in prompts.items()}
+        truth = {name: each.tokens["it"] for name, each in want.items()}
+        served = serve(model(), step, prompts, new, truth)
         assert served.found == {name: found for name, (_, found) in requests.items()}
-        assert_as_alone(served, prompts)
+        assert_as_alone(served, want)
 
 
 def test_rows_of_verifies_do_differ() -> None:
     """What `prompts_only` is for; should these ever be equal, the test above sees nothing."""
-    step, text = make_step(caching=True), alone(tuple(PROMPT)).tokens["it"]
+    step, text = make_step(caching=True), alone(tuple(PROMPT), NEW).tokens["it"]
     step.blocks.prompts_only = False
-    serve(step, {"first": PROMPT})
-    prompts = {"longer": [*text, 1, 2, 3]}
-    served = serve(step, prompts)
+    serve(model(), step, {"first": PROMPT}, NEW)
+    served = serve(model(), step, {"longer": [*text, 1, 2, 3]})
     assert served.found == {"longer": 48}
     with pytest.raises(AssertionError):
-        assert_as_alone(served, prompts)
+        assert_as_alone(served, {"longer": alone((*text, 1, 2, 3))})
 
 
 def test_forks_share_what_their_parent_wrote() -> None:
     """Rows of verifies stay private, and reach the child none the less."""
-    step, text = make_step(caching=True), alone(tuple(PROMPT)).tokens["it"]
+    step, text = make_step(caching=True), alone(tuple(PROMPT), NEW).tokens["it"]
     forward = make_forward(model(), step)
     step.add("parent", PROMPT, SamplingParams(max_tokens=NEW))
     with torch.no_grad():
@@ -142,7 +145,7 @@ def test_forks_share_what_their_parent_wrote() -> None:
             plan = step.plan()
             step.commit(plan, step.verify(plan, forward(plan)))
     step.fork("parent", "child", SamplingParams(max_tokens=NEW - 12))
-    assert serve(step, {}).tokens == {"parent": text, "child": text}
+    assert serve(model(), step, {}).tokens == {"parent": text, "child": text}
     assert step.add("new", text, SamplingParams(max_tokens=1)) == 32
 
 
