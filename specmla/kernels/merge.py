@@ -149,17 +149,11 @@ def merge_kernel(
     for at in range(begin, gl.minimum(begin + share, total)):
         where = (part_ptr, part_stat_ptr, record, out_ptr, lse_ptr, item)
         if record[3] <= 4:
-            if wide:
-                merge_item(where, 32, 4, FEW, 1)
-            else:
-                merge_item(where, 16, 4, FEW, 1)
+            merge_item(where, 16, 4, FEW, 1)
         elif INVARIANT:
             merge_item(where, 8, 4, FEW, 2)
         elif record[3] <= 8:
-            if wide:
-                merge_item(where, 16, 8, FEW, 1)
-            else:
-                merge_item(where, 8, 8, FEW, 1)
+            merge_item(where, 8, 8, FEW, 1)
         elif wide & (record[3] <= 16):
             merge_item(where, 8, 8, FEW, 2)
         elif record[3] <= 16:

@@ -228,10 +228,10 @@ def schedule_kernel(
             tl.store(to + 7, merge_items(runs, rows, RUN), mask=live)
         merges = (tl.sum(cut), tl.sum(items))
     count, items = merges
-    wide = items > MERGE_PROGRAMS_PER_SM * PROGRAMS
+    wide = (items > MERGE_PROGRAMS_PER_SM * PROGRAMS) & (RUN == 0)
     if wide:
         tl.debug_barrier()
-        items = widen_items(merge_ptr, count, RUN)
+        items = widen_items(merge_ptr, count)
     tl.store(merge_ptr, count)
     tl.store(merge_ptr + 1, items)
     tl.store(merge_ptr + 2, wide.to(tl.int32))

@@ -28,7 +28,7 @@ number of its first item, items (`merge_items`). Record 0 holds the counts of ti
 and whether these are wide."""
 
 MERGE_PROGRAMS_PER_SM = tl.constexpr(4)
-"""Programs of the merge that an SM holds at once; more items than that are made wide."""
+"""Programs of the merge that an SM holds at once: more items than that are made wide."""
 
 
 @triton.jit
@@ -117,13 +117,12 @@ def find_job(
 def merge_items(pieces, live_rows, RUN: tl.constexpr, WIDE: tl.constexpr = False):
     """Count the items that `merge.py` makes of a tile: groups of 8 rows x shares of the columns.
 
-    Wide items have twice the columns: half as many of them take less than twice as long.
+    Wide items of 9 to 16 pieces have twice the columns: half as many take less than twice as long.
     """
     groups = (live_rows + 7) // 8
-    fewest: tl.constexpr = 2 if WIDE else 4
     if RUN > 0:
-        return groups * tl.where(pieces <= 4, fewest, 8)
-    few = tl.where(pieces <= 4, fewest, tl.where(pieces <= 8, 2 * fewest, 4 * fewest))
+        return groups * tl.where(pieces <= 4, 4, 8)
+    few = tl.where(pieces <= 4, 4, tl.where((pieces <= 8) | WIDE, 8, 16))
     shares = tl.where(pieces <= 16, few, tl.where(pieces <= 32, 32, 64))
     return groups * shares
 
@@ -159,7 +158,7 @@ def list_cut_jobs(
 
 
 @triton.jit
-def widen_items(merge_ptr, count, RUN: tl.constexpr):
+def widen_items(merge_ptr, count):
     """Number the wide items of the listed tiles; gives how many there are."""
     lane = tl.arange(0, SEARCH)
     total = count * 0
@@ -168,7 +167,7 @@ def widen_items(merge_ptr, count, RUN: tl.constexpr):
         listed = start + lane < count
         pieces = tl.load(to + 3, mask=listed, other=0)
         live_rows = tl.load(to + 5, mask=listed, other=0)
-        items = tl.where(listed, merge_items(pieces, live_rows, RUN, True), 0)
+        items = tl.where(listed, merge_items(pieces, live_rows, 0, True), 0)
         tl.store(to + 6, total + tl.cumsum(items, 0) - items, mask=listed)
         tl.store(to + 7, items, mask=listed)
         total += tl.sum(items)

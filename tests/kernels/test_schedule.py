@@ -71,7 +71,7 @@ def make_plan(
         check_pages(record, seq_lens, table, page_size)
     merges = merge[1 : 1 + merge[0][0]]
     items = [merge_items(pieces, live, run) for _, _, _, pieces, _, live, *_ in merges]
-    wide = sum(items) > 4 * programs
+    wide = sum(items) > 4 * programs and not run
     assert merge[0][2] == wide
     if wide:
         items = [merge_items(pieces, live, run, wide) for _, _, _, pieces, _, live, *_ in merges]
@@ -84,12 +84,11 @@ def make_plan(
 def merge_items(pieces: int, live_rows: int, run: int, wide: bool = False) -> int:
     """Count the items of a tile: of 8 rows and 128, 64, 32, 16 or 8 columns, of runs 128 or 64.
 
-    Wide items of up to 16 pieces (of runs up to 4) have twice as many columns.
+    Wide items of 9 to 16 pieces have twice as many columns.
     """
-    fewest = 2 if wide else 4
     if run:
-        return -(-live_rows // 8) * (fewest if pieces <= 4 else 8)
-    limits = {4: fewest, 8: 2 * fewest, 16: 4 * fewest, 32: 32}
+        return -(-live_rows // 8) * (4 if pieces <= 4 else 8)
+    limits = {4: 4, 8: 8, 16: 8 if wide else 16, 32: 32}
     shares = next((n for limit, n in limits.items() if pieces <= limit), 64)
     return -(-live_rows // 8) * shares
 
@@ -219,19 +218,18 @@ def test_equal_jobs_that_nearly_fit_are_not_cut(count: int, keys: int) -> None:
     assert plan.merges == []
 
 
-@pytest.mark.parametrize("run", [0, 4])
-def test_many_items_of_a_merge_are_wide(run: int) -> None:
+def test_many_items_of_a_merge_are_wide() -> None:
     """More than programs of the merge; `make_plan` compares all numbers and counts."""
     halved = set()
-    for long in (1024, 3000, 100_000):
-        plan = make_plan([4] * 24, [long, *[1024] * 23], 16, 132, run)
+    for count, long in ((8, 2048), (24, 100_000)):
+        plan = make_plan([4] * count, [long, *[2048] * (count - 1)], 16, 132)
         for _, _, _, pieces, _, live, _, items in plan.merges:
-            assert items == merge_items(pieces, live, run, wide=True)
-            halved.add(items == merge_items(pieces, live, run) // 2)
+            assert items == merge_items(pieces, live, 0, wide=True)
+            halved.add(items == merge_items(pieces, live, 0) // 2)
     assert halved == {True, False}
-    alone = make_plan([4], [1024], 16, 132, run)
+    alone = make_plan([4], [2048], 16, 132)
     _, _, _, pieces, _, live, _, items = alone.merges[0]
-    assert items == merge_items(pieces, live, run)
+    assert items == merge_items(pieces, live, 0)
 
 
 def test_few_forms_serve_all_batch_sizes() -> None:
