@@ -119,7 +119,9 @@ class Batch:
         shape = (num_pages, page_size * width + gap)
         pool = torch.full(shape, fill, dtype=dtype, device=self.device)
         view = pool[:, : page_size * width].unflatten(1, (page_size, width))
-        return LatentCache.from_pool([view], format=cache_format)
+        # Kernels know no quantised rows of float64, which the exact result is made of.
+        exact = cache_format is not None and self.dtype == torch.float64
+        return LatentCache.from_pool([view], "torch" if exact else None, format=cache_format)
 
     def _workspace(self, page_size: int, num_rows: int | None) -> PrefillWorkspace | None:
         if num_rows is None:

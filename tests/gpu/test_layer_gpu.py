@@ -58,6 +58,7 @@ def test_a_lift_takes_the_memory_of_its_values() -> None:
 @pytest.mark.slow
 # Inductor's own imports say so.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_a_compiled_layer_takes_no_memory_of_the_cache_s_size() -> None:
     """64 requests of 1000 tokens: a pool of 80 MB, beside which a step's tensors are small."""
     plain = make_layer(DIMS).to("cuda", torch.bfloat16)
