@@ -27,6 +27,8 @@ def accept_figures(found: Mapping[str, Any]) -> list[str]:
     parts = [f"{intro}\n\n{_table(rows)}", _aims(rows)]
     if found["forms_left"]:
         parts[1] += f" {found['forms_left']} forms more were not measured: the time was used up."
+    if "note" in env:
+        parts[1] += f" {env['note']}"
     return [*parts, command_of(env)]
 
 
