@@ -119,6 +119,30 @@ def test_gaps_and_ids_outside_the_vocabulary(rule: str) -> None:
         assert got[3] == 0
 
 
+FILTERS = [
+    SamplingParams(1.0, 7, seed=1),
+    SamplingParams(0.7, 1, seed=2),
+    SamplingParams(1.3, 0, 0.6, seed=3),
+    SamplingParams(1.0, 9, 0.5, seed=4),
+    SamplingParams(1.0, min_p=0.6, seed=5),
+    SamplingParams(1.0, 20, 0.9, min_p=0.5, seed=6),
+    SamplingParams(0.0, seed=7),
+]
+
+
+@pytest.mark.parametrize("slots", [4, 16, 64, 256])
+def test_exactly_the_kept_ids_are_summed(slots: int) -> None:
+    """Logits so flat that one id more or less is some percent: held in few slots, all or none."""
+    step = make_step(FILTERS, width=50, sharp=0.4, seed=11)
+    got = step.fused("token_level", block=BLOCK, slots=slots)
+    logits = step.inputs.logits[step.inputs.table].double()
+    kept = processed_probs(logits, step.batch).probs > 0
+    temperature = step.batch.temperature.double().clamp(min=1e-9)[:, None, None]
+    raised = (logits - logits.amax(-1, keepdim=True)) / temperature
+    mass = raised.exp().where(kept, 0.0).sum(-1)
+    torch.testing.assert_close(got.row_mass.double(), mass, rtol=1e-5, atol=0.0)
+
+
 def test_rows_without_a_distribution_are_flagged() -> None:
     for rule, dense in (("token_level", True), ("block", False), ("sample_match", False)):
         step = make_step(PLAIN * 2, dense=dense, seed=6)
