@@ -88,8 +88,15 @@ class Verdict:
 def logits_problems(
     plan: StepPlan, logits: Tensor, vocab_size: int, impl: str = "torch"
 ) -> list[str]:
-    """List why `logits` can't be those of the step."""
+    """List why `logits` can't be those of the step, or a plan is not judged like this."""
     found, shape = [], [plan.logit_rows.shape[0], vocab_size]
+    places, requests = plan.row_table.shape[0], len(plan.sampling.temperature)
+    looks_at_requests = plan.sampling.has_processors or not plan.sampling.all_greedy
+    if places != requests and looks_at_requests:
+        found.append(
+            f"plan is laid out for a captured step of {places} requests and has {requests}, "
+            "accepted are plans of VerifyStep.plan: CapturedStep.verify takes this one"
+        )
     if list(logits.shape) != shape:
         found.append(f"logits has shape {tuple(logits.shape)}, accepted is [R, W] = {shape}")
     dtypes = DTYPES if impl == "torch" else FUSED_DTYPES

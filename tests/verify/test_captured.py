@@ -375,3 +375,16 @@ def test_hidden_states_of_the_rows_come_along(model):
     logits = model.logits(graphs.states[plan.logit_rows])
     assert torch.equal(step.verify(plan, logits).host, verdict.host)
     step.commit(plan, verdict)
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(1.0, seed=1), SamplingParams(0.0, presence_penalty=0.5)]
+)
+def test_a_padded_plan_is_judged_by_its_own_step_alone(model, params):
+    step = started(model, [params, params])
+    graphs = CapturedStep(step, forward_of(model, step), [Bucket(3, 3)], sampling=[params])
+    plan = graphs.plan(propose(step, {0: 1, 1: 2}, 0))
+    logits = torch.zeros(9, VOCAB)
+    with pytest.raises(ArgumentError, match=r"captured step of 3 requests and has 2.*Captured"):
+        step.verify(plan, logits)
+    step.commit(plan, graphs.verify(plan))
