@@ -10,18 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from specmla.bench import prefill
 from specmla.bench.__main__ import main
 from specmla.bench.prompt_kernels import KernelOptions, measure_kernels, with_ratios
 from specmla.bench.prompt_providers import Prompts, get_prompt_provider
 
 SIZES = ["--heads", "2", "--rank", "32", "--nope", "16", "--rope", "16", "--value", "24"]
-SIZES += ["--page-size", "16", "--reps", "2", "--device", "cpu"]
+SIZES += ["--page-size", "16", "--device", "cpu"]
 OPTIONS = KernelOptions(2, 32, 24, torch.float32, torch.device("cpu"), 2)
 
 
-def run(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
+def run(tmp_path: Path, *words: str, reps: int = 2) -> list[dict[str, Any]]:
     file = tmp_path / "prefill.json"
-    assert main(["prefill", *words, *SIZES, "--json", str(file)]) == 0
+    assert main(["prefill", *words, *SIZES, "--reps", str(reps), "--json", str(file)]) == 0
     rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
     return rows
 
@@ -40,10 +41,28 @@ def test_chunks_stand_beside_one_pass(tmp_path: Path) -> None:
         (200, "chunks", 32, 7),
     ]
     assert all(r["us"] > 0 and r["peak_bytes"] is None for r in rows)
+    whole = {r["context"]: r["us"] for r in rows if r["form"] == "one pass"}
     for row in rows:
         if row["form"] == "chunks":
-            assert row["ratio"] > 0
+            assert row["ratio"] == row["us"] / whole[row["context"]]
             assert row["rel_diff"] < 1e-6
+
+
+def test_forms_are_timed_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass and chunks by turns, the median of each: 1, 2, 3 against 10, 20, 30."""
+    seen: list[int] = []
+    given = iter([1.0, 10.0, 3.0, 30.0, 2.0, 20.0])
+
+    def host_us(call: Any, device: torch.device, *, reps: int) -> float:
+        part = call.args[-1]
+        seen.append(len(part.context))
+        return next(given)
+
+    monkeypatch.setattr(prefill, "host_us", host_us)
+    words = ["--contexts", "64", "--workspace", "32", "--rows", "16", "--kernel"]
+    rows = run(tmp_path, *words, reps=3)
+    assert seen == [0, 2] * 3
+    assert [(r["us"], r.get("ratio")) for r in rows] == [(2.0, None), (20.0, 10.0)]
 
 
 def test_kernels_are_checked_and_compared(
