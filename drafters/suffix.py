@@ -6,6 +6,10 @@ is its share of the places after its parent. The number of candidates grows with
 end where the chance falls below `min_token_prob`. The match whose candidates have the largest sum
 of chances, the expected number of accepted ones if the counts were right, is proposed. Nothing is
 sampled: the draft distribution is one-hot on each token.
+
+Outputs of other requests change what is drafted, never the distribution of what is emitted. Of a
+sampled request they change the tokens (those of sample-match apart), unless `max_cached_tokens` is
+0: a seed alone does not fix them.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from drafters.gqa_config import count_problems
 from drafters.suffix_index import SuffixIndex
 from specmla import ArgumentError, DraftProposal
 
@@ -30,20 +35,6 @@ class _Candidates(NamedTuple):
     tokens: list[int]
     parents: list[int]
     score: float
-
-
-class _Own:
-    """A request's own index and how much of its tokens it holds."""
-
-    __slots__ = ("index", "num_prompt", "tokens")
-
-    def __init__(self, num_prompt: int) -> None:
-        self.index, self.num_prompt = SuffixIndex(), num_prompt
-        self.tokens: list[int] = []
-
-    def grow(self, more: Sequence[int]) -> None:
-        self.tokens.extend(more)
-        self.index.extend(more)
 
 
 class SuffixDrafter:
@@ -73,8 +64,9 @@ class SuffixDrafter:
         min_token_prob: float = 0.1,
         max_cached_tokens: int = 200_000,
     ) -> None:
-        found = _count_problems(1, vocab_size=vocab_size, longest_match=longest_match)
-        found += _count_problems(0, max_cached_tokens=max_cached_tokens)
+        given = {"vocab_size": vocab_size, "longest_match": longest_match}
+        given["max_cached_tokens"] = max_cached_tokens
+        found = count_problems({"vocab_size": 1, "longest_match": 1, "max_cached_tokens": 0}, given)
         numbers = all(math.isfinite(n) for n in (max_spec_factor, max_spec_offset))
         if not numbers or not max_spec_factor >= 0 or not max_spec_factor + max_spec_offset >= 0:
             found.append(
@@ -86,20 +78,12 @@ class SuffixDrafter:
         if found:
             raise ArgumentError("SuffixDrafter: " + "; ".join(found))
         self.vocab_size, self.tree, self.longest_match = vocab_size, tree, longest_match
+        self.drafts_trees = tree  # steps for trees are worth capturing
+        self.drafts_ahead = not tree  # a chain goes on as far as asked; of a tree nobody could say
         self.max_spec_factor, self.max_spec_offset = max_spec_factor, max_spec_offset
         self.min_token_prob, self.max_cached_tokens = min_token_prob, max_cached_tokens
         self._outputs = SuffixIndex(max_tokens=max_cached_tokens)
-        self._own: dict[Hashable, _Own] = {}
-
-    @property
-    def drafts_trees(self) -> bool:
-        """Whether steps for trees are worth capturing."""
-        return self.tree
-
-    @property
-    def drafts_ahead(self) -> bool:
-        """Chains go on as far as asked; where a tree would, nobody could say."""
-        return not self.tree
+        self._own: dict[Hashable, tuple[SuffixIndex, int]] = {}  # with the prompt's length
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         """Propose what the best match says; a request without a match gets nothing."""
@@ -116,28 +100,27 @@ class SuffixDrafter:
     def observe(self, results: Sequence[RequestResult], hidden: HiddenRows | None = None) -> None:
         """Index what was emitted for requests that were drafted for."""
         for result in results:
-            own = self._own.get(result.request_id)
-            if own is not None:
-                own.grow(result.new_tokens)
+            if result.request_id in self._own:
+                self._own[result.request_id][0].extend(result.new_tokens)
 
     def reset(self, request_id: Hashable) -> None:
         """Forget a request; its output, led by the end of its prompt, serves other requests."""
-        own = self._own.pop(request_id, None)
+        own, num_prompt = self._own.pop(request_id, (None, 0))
         if own is None or not self.max_cached_tokens:
             return
-        first = max(0, own.num_prompt - self.longest_match)
-        self._outputs.extend(own.tokens[first:][-self.max_cached_tokens :])
+        first = max(0, num_prompt - self.longest_match)
+        self._outputs.extend(own.text(first)[-self.max_cached_tokens :])
         self._outputs.close()
 
     def _best(self, r: DraftRequest) -> _Candidates:
         """Find the candidates of the largest score; among equal ones those of the longest match."""
-        own = self._own.get(r.request_id)
-        if own is None:  # of a new request all but the last token are its prompt
-            own = self._own[r.request_id] = _Own(len(r.tokens) - 1)
-        own.grow(r.tokens[len(own.tokens) :])
-        context = own.tokens[-self.longest_match :]
+        if r.request_id not in self._own:  # all but the last token are its prompt
+            self._own[r.request_id] = SuffixIndex(), len(r.tokens) - 1
+        own, _ = self._own[r.request_id]
+        own.extend(r.tokens[len(own) :])
+        context = own.text(-self.longest_match)
         best, length = _Candidates([], [], 0.0), 0
-        for index in (own.index, self._outputs):
+        for index in (own, self._outputs):
             for match, places in index.matches(context, self.longest_match):
                 most = int(match * self.max_spec_factor + self.max_spec_offset)
                 found = self._expand(index, places, most, r)
@@ -170,11 +153,3 @@ class SuffixDrafter:
                 if -part >= self.min_token_prob:
                     heapq.heappush(heap, (part, order, len(tokens) - 1, depth + 1, child, after))
         return _Candidates(tokens, parents, score)
-
-
-def _count_problems(least: int, **values: object) -> list[str]:
-    return [
-        f"{name} is {value!r}, accepted are integers >= {least}"
-        for name, value in values.items()
-        if not isinstance(value, int) or isinstance(value, bool) or value < least
-    ]

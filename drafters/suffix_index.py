@@ -31,6 +31,10 @@ class SuffixIndex:
     def __len__(self) -> int:
         return len(self._text)
 
+    def text(self, start: int) -> array[int]:
+        """Give all tokens from a place on, counted from the end if it is negative."""
+        return self._text[start:]
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Append to the open text."""
         text, places = self._text, self._places

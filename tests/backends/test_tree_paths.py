@@ -54,6 +54,29 @@ def test_interpreted_triton(dtype: torch.dtype) -> None:
     assert assert_paths_are_chains(case, TritonBackend()) > 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu covers this")
+def test_interpreted_triton_batch_invariant() -> None:
+    pytest.importorskip("triton")
+    from specmla.backends.triton import TritonBackend
+
+    options = SMALL | {"page_size": 16, "mask": DraftMask.TREE, "dtype": torch.float32}
+    case = make_case([(5, 9), (7, 40)], num_heads=3, **options)
+    assert assert_paths_are_chains(case, TritonBackend(batch_invariant=True)) > 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu covers this")
+@pytest.mark.parametrize("name", ["fp8", "fp8_ds_mla", "fp8_per_token_head"])
+def test_interpreted_triton_over_quantised_rows(name: str) -> None:
+    pytest.importorskip("triton")
+    from specmla.backends.triton import TritonBackend
+
+    form = cache_format(name, 128, 32, dtype=torch.float32)
+    options = {"kv_lora_rank": 128, "rope_dim": 32, "page_size": 16, "dtype": torch.float32}
+    batch = [(5, 9), (4, 20)]
+    case = make_case(batch, num_heads=3, mask=DraftMask.TREE, cache_format=form, **options)
+    assert assert_paths_are_chains(case, TritonBackend(cache_format=form)) > 1
+
+
 def test_padded_heads() -> None:
     """Three heads inside a backend of eight, whose buffers hold what earlier calls left."""
     backend = FixedHeads(ReferenceBackend(), 8)

@@ -53,6 +53,11 @@ class World:
         self.names += 1
         self.seen["hits"] += self.step.add(name, prompt, params) > 0
 
+    def cached(self) -> set[int]:
+        """Name the pages that a later prompt may find."""
+        pool = self.step.blocks._pool
+        return {page for page in range(pool.num_pages) if page in pool.index}
+
     def fork(self) -> None:
         name = f"r{self.names}"
         self.names += 1
@@ -149,7 +154,7 @@ class World:
         """Draft, verify with chosen acceptances, and commit (or not)."""
         if not self.step.active:
             return
-        before = self.shared_pages()
+        before, cached = self.shared_pages(), self.cached()
         proposal = self.propose()
         try:
             plan = self.step.plan(proposal)
@@ -160,6 +165,7 @@ class World:
         layers = getattr(self.drafter, "hidden_layers", ())
         states = StateCollector(layers, self.target.config.num_layers) if layers else None
         step = self.step
+        self.seen["evicted"] += len(cached - self.cached())
         # What was taken out of the prefix cache is no longer shared; all else is as it was.
         shared = {page: bits for page, bits in before.items() if page in self.shared_pages()}
         self.target(plan.token_ids, plan.metadata, step.cache, step.builder.backend, states)

@@ -49,6 +49,7 @@ def test_histories_do_what_they_are_for(target, kind):
     world = World(target, kind, 3, 4, (13, 12))
     wanted = {"hits", "forks", "preempted", "cancelled", "unheard", "rejected", "accepted"}
     wanted |= {"stop", "length", "cut", "draft pool full", "target pool full", "shared"}
+    wanted |= {"evicted"}
     wanted |= {"behind a prefix"} if world.log(world.drafter) else set()
     wanted |= {"paths"} if kind in ("model_tree", "ddtree") else set()
     for turn in range(400):

@@ -13,6 +13,7 @@ from specmla import DeepseekForCausalLM, SamplingParams, build_step, generate
 from specmla.backends.base import AttentionBackend
 from specmla.backends.hopper import HopperBackend
 from specmla.backends.triton import TritonBackend
+from specmla.cache import cache_format
 from specmla.cli.difference import first_difference
 from specmla.mask import DraftMask
 from specmla.testing import make_case
@@ -39,6 +40,24 @@ def test_triton_paths_are_chains(name: str, heads: int, dtype: torch.dtype) -> N
         BATCHES[name], num_heads=heads, mask=DraftMask.TREE, dtype=dtype, device=CUDA, page_gap=64
     )
     assert_paths_are_chains(case, TritonBackend())
+
+
+@pytest.mark.parametrize("make", [TritonBackend, HopperBackend])
+@pytest.mark.parametrize("name", BATCHES)
+def test_batch_invariant_paths_are_chains(name: str, make: Any) -> None:
+    if make is HopperBackend and not IS_HOPPER:
+        pytest.skip("needs compute capability 9.0")
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": CUDA}
+    case = make_case(BATCHES[name], num_heads=16, mask=DraftMask.TREE, **options)
+    assert_paths_are_chains(case, make(batch_invariant=True))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_ds_mla", "fp8_per_token_head"])
+def test_quantised_paths_are_chains(name: str) -> None:
+    form = cache_format(name, 512, 64, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": CUDA, "cache_format": form}
+    case = make_case(BATCHES["ragged"], num_heads=16, mask=DraftMask.TREE, **options)
+    assert_paths_are_chains(case, TritonBackend(cache_format=form))
 
 
 @pytest.mark.skipif(not IS_HOPPER, reason="needs compute capability 9.0")

@@ -51,6 +51,7 @@ def run(
     step: VerifyStep,
     drafts: dict[str, list[int]] | None = None,
     probs: dict[str, Tensor] | None = None,
+    parents: dict[str, list[int]] | None = None,
 ) -> dict[str, RequestResult]:
     """Take one step with the model above.
 
@@ -58,19 +59,27 @@ def run(
         step: all its requests take part.
         drafts: by request.
         probs: what they were drawn from, [K, W] by request; one-hot if None.
+        parents: of the drafts of requests with a tree, -1 for the anchor; elders first.
     """
-    proposal = propose(drafts, probs) if drafts else None
+    proposal = propose(drafts, probs, parents) if drafts else None
     plan = step.plan(proposal)
     logits = []
     for b, request in enumerate(plan.requests):
-        tokens = list(request.state.tokens)
+        before = [list(request.state.tokens)]
         made = plan.drafts[b, : request.num_drafts].tolist()
-        logits += [model(tokens + made[:j]) for j in range(len(made) + 1)]
+        rows = request.tree.parents if request.tree else range(len(made))
+        for row, token in zip(rows, made, strict=True):
+            before.append([*before[row], token])
+        logits += [model(tokens) for tokens in before]
     results = step.commit(plan, step.verify(plan, torch.stack(logits)))
     return {str(r.request_id): r for r in results}
 
 
-def propose(drafts: dict[str, list[int]], probs: dict[str, Tensor] | None) -> DraftProposal:
+def propose(
+    drafts: dict[str, list[int]],
+    probs: dict[str, Tensor] | None,
+    parents: dict[str, list[int]] | None = None,
+) -> DraftProposal:
     """Pad drafts of several lengths to one proposal."""
     width = max(len(d) for d in drafts.values())
     rows = [d + [-1] * (width - len(d)) for d in drafts.values()]
@@ -81,4 +90,5 @@ def propose(drafts: dict[str, list[int]], probs: dict[str, Tensor] | None) -> Dr
         q = torch.zeros(len(rows), width, W, dtype=torch.float64)
         for row, name in enumerate(drafts):
             q[row, : counts[row]] = probs[name]
-    return DraftProposal(tuple(drafts), counts, tokens, q)
+    trees = None if parents is None else tuple(parents.get(name) for name in drafts)
+    return DraftProposal(tuple(drafts), counts, tokens, q, trees)

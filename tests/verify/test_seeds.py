@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specmla import SamplingParams, Stream, sample, uniforms
 from specmla.verify.rules.registry import LOSSLESS
+from specmla.verify.sibling_draws import draw_siblings
 from tests.verify.scripted import W, make_step, model, run
 
 PARAMS = {
@@ -74,6 +75,67 @@ def test_batch_mates_do_not_matter(rule: str, kind: str) -> None:
         mates = {f"m{i}": (MATES[(i + turn) % len(MATES)], i) for i in range(2 + turn)}
         before, after = dict(list(mates.items())[:turn]), dict(list(mates.items())[turn:])
         assert tokens_of(rule, {**before, "x": (PARAMS[kind], 3), **after}) == alone
+
+
+TREES = [[-1], [-1, -1, 0, 0, 1], [-1, -1, -1], [-1, 0, 1, 2, 0, 1, -1], [-1, 0, -1, 2]]
+
+
+def draw_tree(tokens: list[int], seed: int, parents: list[int]) -> tuple[list[int], Tensor]:
+    """Draw siblings without replacement, by numbers of their parent and rank."""
+    nodes, q = [-1] * len(parents), torch.zeros(len(parents), W, dtype=torch.float64)
+    before = {-1: tokens}
+    for parent in dict.fromkeys(parents):
+        children = [c for c, p in enumerate(parents) if p == parent]
+        history = before[parent]
+        row = torch.softmax(model(history).double() + model([9, *history[-2:]]) / 2, -1)
+        where, n = torch.tensor([len(tokens) - 1]), torch.full((len(children),), parent + 1)
+        u = uniforms(torch.tensor([seed]), where, n, Stream.DRAFT, torch.arange(len(children)))
+        drawn = draw_siblings(row[None], u)
+        q[children] = drawn.probs[0]
+        for child, token in zip(children, drawn.tokens[0].tolist(), strict=True):
+            nodes[child], before[child] = token, [*history, token]
+    return nodes, q
+
+
+def tokens_of_trees(
+    rule: str, requests: Mapping[str, tuple[SamplingParams, list[int]]]
+) -> tuple[list[int], int]:
+    """Run requests together, each with its own tree, none or a chain; give what "x" emitted, and
+    how many of its nodes stood."""
+    step, out, stood = make_step(rule), list[int](), 0
+    for name, (params, _) in requests.items():
+        step.add(name, [3, 1, 4] if name == "x" else [5, 9, 2, 6], params)
+    for _ in range(6):
+        drafts, probs, parents = {}, {}, {}
+        for wanted in step.draft_requests({n: len(t) for n, (_, t) in requests.items() if t}):
+            name, seed = str(wanted.request_id), wanted.sampling.seed
+            tree = requests[name][1]
+            if wanted.num_nodes >= len(tree):
+                assert seed is not None
+                drafts[name], probs[name] = draw_tree(list(wanted.tokens), seed, tree)
+                if tree != list(range(-1, len(tree) - 1)):
+                    parents[name] = tree
+        result = run(step, drafts, probs, parents)["x"]
+        out += result.new_tokens
+        stood += result.num_accepted
+    return out, stood
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("kind", ["plain", "penalised"])
+@pytest.mark.parametrize("tree", [1, 3])
+def test_trees_of_batch_mates_do_not_matter(rule: str, kind: str, tree: int) -> None:
+    """Narrower and wider trees, chains and requests without drafts beside a tree."""
+    mine = (PARAMS[kind], TREES[tree])
+    alone = tokens_of_trees(rule, {"x": mine})
+    assert alone[1] > 0
+    for turn in range(3):
+        mates = {
+            f"m{i}": (MATES[(i + turn) % len(MATES)], [[], [-1, 0, 1], *TREES][(i + turn) % 7])
+            for i in range(2 + turn)
+        }
+        before, after = dict(list(mates.items())[:turn]), dict(list(mates.items())[turn:])
+        assert tokens_of_trees(rule, {**before, "x": mine, **after}) == alone
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)

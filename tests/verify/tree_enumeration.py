@@ -20,6 +20,7 @@ from specmla.verify.sampling import SamplingBatch, SamplingParams, processed_pro
 from specmla.verify.sparse import DraftProbs
 from specmla.verify.tree import TreeTables, keep_nodes, node_parents, tree_arrays, tree_tables
 from specmla.verify.tree import tree_shape as measure
+from specmla.verify.tree_rules import follow
 
 TreeRuleFn = Callable[[Tensor, Tensor, DraftProbs, TreeTables], RuleTerms]
 Tables = list[Tensor]  # tables[n] is [W**n, W]: what follows each history of n tokens
@@ -123,6 +124,32 @@ def block(target: Tables, shape: Walker, drafter: DrafterFn, rule: TreeRuleFn, n
     return out
 
 
+def followed(target: Tables, shape: Walker, drafter: DrafterFn, n: int) -> list[Tensor]:
+    """Give the same of a tree whose path the target's own draw of each row decides (sample-match),
+    summed over all draws of all rows."""
+    drafts, width = drafter(n, shape), shape.width
+    r, p, k = drafts.tokens.shape
+    rows = node_rows(target, n, shape, drafts.tokens)
+    rows = torch.where(rows.isnan(), 1 / width, rows)  # behind ids that nobody can follow
+    drawn = torch.cartesian_prod(*[torch.arange(width)] * (k + 1))
+    chance = rows[:, :, torch.arange(k + 1), drawn].prod(-1) * drafts.weight[..., None]
+    every = (r, p, len(drawn), -1)
+    tokens = drafts.tokens[:, :, None].expand(every).reshape(-1, k)
+    own = drawn.expand(every).reshape(-1, k + 1)
+    result, _ = follow(own, tokens, shape_tables(shape.parents, len(own)))
+    emitted, count = result.tokens, (result.tokens >= 0).sum(1)
+    assert torch.equal(count, result.num_accepted + 1)
+    history = torch.arange(r)[:, None, None].expand(every[:3]).reshape(-1)
+    out = [torch.zeros(r, width**m, dtype=torch.float64) for m in range(1, shape.depth + 2)]
+    for m, into in enumerate(out, start=1):
+        here = count == m
+        place = torch.zeros(int(here.sum()), dtype=torch.int64)
+        for column in range(m):
+            place = place * width + emitted[here, column]
+        into.view(-1).index_add_(0, history[here] * width**m + place, chance.reshape(-1)[here])
+    return out
+
+
 def continued(target: Tables, chance: Tensor, length: int, total: int) -> Tensor:
     """Let the target itself finish outputs [W**length] up to `total` tokens."""
     for n in range(length, total):
@@ -130,12 +157,27 @@ def continued(target: Tables, chance: Tensor, length: int, total: int) -> Tensor
     return chance
 
 
-def total_variation(target: Tables, shape: Walker, drafter: DrafterFn, rule: TreeRuleFn) -> float:
-    """Compare the output of two consecutive blocks with the target's own."""
+def total_variation(
+    target: Tables, shape: Walker, drafter: DrafterFn, rule: TreeRuleFn | None
+) -> float:
+    """Compare the output of two consecutive blocks with the target's own.
+
+    Args:
+        target: its tables.
+        shape: of the trees.
+        drafter: all that it may draft.
+        rule: None for sample-match.
+    """
+
+    def blocks(n: int) -> list[Tensor]:
+        if rule is None:
+            return followed(target, shape, drafter, n)
+        return block(target, shape, drafter, rule, n)
+
     total = 2 * (shape.depth + 1)
     got = torch.zeros(shape.width**total, dtype=torch.float64)
-    for m1, first in enumerate(block(target, shape, drafter, rule, 0), start=1):
-        for m2, second in enumerate(block(target, shape, drafter, rule, m1), start=1):
+    for m1, first in enumerate(blocks(0), start=1):
+        for m2, second in enumerate(blocks(m1), start=1):
             got += continued(target, (first[0][:, None] * second).flatten(), m1 + m2, total)
     want = continued(target, torch.ones(1, dtype=torch.float64), 0, total)
     assert abs(want.sum().item() - 1) < 1e-12
