@@ -168,6 +168,15 @@ class OperatorBackend(AttentionBackend):
             query, key, value, part, softmax_scale=softmax_scale, causal=causal
         )
 
+    def attend_keys(self, *given: Any, **options: Any) -> AttentionOutput:
+        """Attend prompts, see `AttentionBackend.attend_keys`; not while compiling.
+
+        Raises:
+            ArgumentError: while a graph is compiled.
+        """
+        _refuse_prompts()
+        return self.backend.attend_keys(*given, **options)
+
     def merge_states(self, held: AttentionOutput, got: AttentionOutput) -> None:
         """Merge as the backend does."""
         self.backend.merge_states(held, got)

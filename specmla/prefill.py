@@ -1,11 +1,11 @@
 """Prompt rows of one layer by MHA: over all keys at once, or over cached context chunk by chunk.
 
-Attention over two disjoint sets of keys is merged by their LSE (`AttentionBackend.merge_states`):
+Attention over two disjoint sets of keys is merged by their LSE (`AttentionBackend.attend_keys`):
 
     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-so the new rows attend to each other causally and to each chunk of the context in full, and no more
-than one chunk is up-projected at a time: what it takes does not grow with the context. For
+so the new rows attend to each chunk of the context in full and last to each other causally, and no
+more than one chunk is up-projected at a time: what it takes does not grow with the context. For
 batch-invariant results one running softmax is carried over the chunks instead.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from specmla.backends.base import AttentionBackend, AttentionOutput
 from specmla.backends.running import RunningSoftmax
 from specmla.metadata import ContextPart, PrefillPart
+from specmla.prompt_keys import PromptKeys
 from specmla.workspace import PrefillWorkspace
 
 
@@ -31,7 +32,7 @@ class PromptAttention:
         backend: attends.
         softmax_scale: as in `AttentionBackend.forward_mha`.
         gather: reads the layer's cached rows at slots [n] into [n, A], into new memory for None.
-        expand: up-projects rows [n, A] to keys [n, H, P + R] and values [n, H, V].
+        expand: up-projects rows [n, A]; the keys may be views of them.
         row_scale: what gathered numbers are multiplied by: not one by one, but in the scores and in
             what is attended.
     """
@@ -39,7 +40,7 @@ class PromptAttention:
     backend: AttentionBackend
     softmax_scale: float
     gather: Callable[[Tensor, Tensor | None], Tensor]
-    expand: Callable[[Tensor], tuple[Tensor, Tensor]]
+    expand: Callable[[Tensor], PromptKeys]
     row_scale: float = 1.0
 
     def attend(self, query: Tensor, part: PrefillPart) -> AttentionOutput:
@@ -57,23 +58,27 @@ class PromptAttention:
         """
         if part.folded:
             return self._folded(query, part)
-        state = self._over(query, part, part.workspace, causal=True)
-        if not part.context:
-            return state if self.row_scale == 1.0 else self._scaled(state)
-        # Rounded to the query's dtype once, after the last merge.
-        wide = torch.promote_types(query.dtype, torch.float32)
-        merged = AttentionOutput(state.out.to(wide), state.lse)
+        held: AttentionOutput | None = None
         for chunk in part.context:
-            self._add_chunk(merged, query, chunk, part.workspace)
-        out = merged.out if self.row_scale == 1.0 else merged.out.mul_(self.row_scale)
-        return AttentionOutput(out.to(query.dtype), merged.lse)
+            held = self._with_chunk(held, query, chunk, part.workspace)
+        keys = self._expanded(part, part.workspace)
+        scale = self.softmax_scale * self.row_scale
+        # Rounded to the query's dtype once: with the last merge, or after it where it is scaled.
+        in_place = held is not None and self.row_scale != 1.0
+        state = self.backend.attend_keys(
+            query, keys, part, softmax_scale=scale, causal=True, held=held, in_place=in_place
+        )
+        if self.row_scale == 1.0:
+            return state
+        return AttentionOutput((state.out * self.row_scale).to(query.dtype), state.lse)
 
     def _folded(self, query: Tensor, part: PrefillPart) -> AttentionOutput:
         """Carry one softmax over all chunks: how they are cut changes no bit."""
         scale = self.softmax_scale * self.row_scale
         state: RunningSoftmax | None = None
         for chunk in part.context:
-            key, value = self._expanded(chunk.keys, part.workspace)
+            keys = self._expanded(chunk.keys, part.workspace)
+            key, value = keys.joined(), keys.value
             if state is None:
                 state = RunningSoftmax.start(query, value.shape[2])
             rows = slice(chunk.first_row, chunk.end_row)
@@ -82,37 +87,30 @@ class PromptAttention:
         assert state is not None  # a prompt has a row, and so a key
         return AttentionOutput(*state.finish(query.dtype, self.row_scale))
 
-    def _scaled(self, state: AttentionOutput) -> AttentionOutput:
-        return AttentionOutput(state.out * self.row_scale, state.lse)
-
-    def _add_chunk(
+    def _with_chunk(
         self,
-        merged: AttentionOutput,
+        held: AttentionOutput | None,
         query: Tensor,
         chunk: ContextPart,
         workspace: PrefillWorkspace | None,
-    ) -> None:
-        """Merge one chunk of context into the rows that see it, in place."""
-        rows = slice(chunk.first_row, chunk.end_row)
-        got = self._over(query[rows], chunk.keys, workspace, causal=False)
-        self.backend.merge_states(AttentionOutput(merged.out[rows], merged.lse[rows]), got)
-
-    def _over(
-        self,
-        query: Tensor,
-        part: PrefillPart,
-        workspace: PrefillWorkspace | None,
-        *,
-        causal: bool,
     ) -> AttentionOutput:
-        """Gather the keys of a part, up-project them and attend to them."""
-        key, value = self._expanded(part, workspace)
-        scale = self.softmax_scale * self.row_scale
-        return self.backend.forward_mha(query, key, value, part, softmax_scale=scale, causal=causal)
+        """Merge one chunk of context into the rows that see it, in place; None: none seen yet."""
+        keys = self._expanded(chunk.keys, workspace)
+        if held is None:
+            held = _empty_state(query, keys.value.shape[2])
+        rows = slice(chunk.first_row, chunk.end_row)
+        self.backend.attend_keys(
+            query[rows],
+            keys,
+            chunk.keys,
+            softmax_scale=self.softmax_scale * self.row_scale,
+            causal=False,
+            held=AttentionOutput(held.out[rows], held.lse[rows]),
+            in_place=True,
+        )
+        return held
 
-    def _expanded(
-        self, part: PrefillPart, workspace: PrefillWorkspace | None
-    ) -> tuple[Tensor, Tensor]:
+    def _expanded(self, part: PrefillPart, workspace: PrefillWorkspace | None) -> PromptKeys:
         """Gather the keys of a part and up-project them.
 
         New rows may be more than a workspace has; their memory is the step's, not the context's.
@@ -123,3 +121,11 @@ class PromptAttention:
         if workspace is not None and count <= workspace.num_rows:
             memory = workspace.rows(count)
         return self.expand(self.gather(slots, memory))
+
+
+def _empty_state(query: Tensor, value_width: int) -> AttentionOutput:
+    """Make the state of rows that have seen nothing; its values are undefined, and not read."""
+    rows, heads, _ = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    lse = query.new_full((rows, heads), -torch.inf, dtype=torch.float32)
+    return AttentionOutput(query.new_empty(rows, heads, value_width, dtype=wide), lse)

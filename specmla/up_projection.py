@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specmla.config import MLAConfig
+from specmla.prompt_keys import PromptKeys
 from specmla.quant_output import QuantOutput
 from specmla.row_local import Linear, multiply_heads
 
@@ -58,21 +59,28 @@ class UpProjection(Linear):
 
     def expand(self, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Up-project [..., C] and [..., R] to keys [..., H, P + R] and values [..., H, V]."""
+        k_nope, value = self._heads(kv_latent)
+        shared = k_rope.unsqueeze(-2).expand(*k_nope.shape[:-1], k_rope.shape[-1])
+        return torch.cat((k_nope, shared), dim=-1), value
+
+    def expand_rows(self, rows: Tensor) -> PromptKeys:
+        """Up-project cached rows [n, A], without a copy; e4m3 codes are exact in any dtype."""
+        if rows.dtype == torch.float8_e4m3fn:
+            rows = rows.to(self.dtype)
+        dims = self.config
+        latent, rope = rows.split((dims.kv_lora_rank, dims.qk_rope_head_dim), dim=-1)
+        k_nope, value = self._heads(latent)
+        return PromptKeys(k_nope, rope, value)
+
+    def _heads(self, kv_latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Up-project [..., C]; view the result as [..., H, P] and [..., H, V]."""
         dims = self.config
         k_nope, value = (
             self(kv_latent)
             .unflatten(-1, (dims.num_heads, -1))
             .split((dims.qk_nope_head_dim, dims.v_head_dim), dim=-1)
         )
-        shared = k_rope.unsqueeze(-2).expand(*k_nope.shape[:-1], dims.qk_rope_head_dim)
-        return torch.cat((k_nope, shared), dim=-1), value
-
-    def expand_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Up-project cached rows [n, A], see `expand`; e4m3 codes are exact in any dtype."""
-        if rows.dtype == torch.float8_e4m3fn:
-            rows = rows.to(self.dtype)
-        dims = self.config
-        return self.expand(*rows.split((dims.kv_lora_rank, dims.qk_rope_head_dim), dim=-1))
+        return k_nope, value
 
     def lift_into(self, output: QuantOutput, latent: Tensor) -> None:
         """Lift latents `[T, H, C]` into the first T rows of a fused output."""

@@ -22,6 +22,7 @@ from specmla.errors import UnsupportedError
 from specmla.kernels.launch import describe_device
 from specmla.lse_merge import merged_states
 from specmla.metadata import PrefillPart, VerifyPart
+from specmla.prompt_keys import PromptKeys
 from specmla.query_form import Fp8Query
 
 
@@ -187,6 +188,38 @@ class AttentionBackend(PromptFolding, abc.ABC):
             softmax_scale: as in `forward_mqa`.
             causal: bottom-right aligned if true; else every row sees all keys of its request.
         """
+
+    def attend_keys(
+        self,
+        query: Tensor,
+        keys: PromptKeys,
+        part: PrefillPart,
+        *,
+        softmax_scale: float,
+        causal: bool = True,
+        held: AttentionOutput | None = None,
+        in_place: bool = False,
+    ) -> AttentionOutput:
+        """Attend as `forward_mha` does over keys as they are, and merge into what is held.
+
+        If not overridden: by `forward_mha` over joined keys, and `merge_states`.
+
+        Args:
+            query: [T, H, P + R].
+            keys: of all requests, packed.
+            part, softmax_scale, causal: as in `forward_mha`.
+            held: what the rows have seen so far, see `merge_states`; undefined afterwards.
+            in_place: write the result to `held` and give that back.
+
+        Returns:
+            Values and LSE over both, in the dtype of the query if not in place.
+        """
+        key, scale = keys.joined(), softmax_scale
+        got = self.forward_mha(query, key, keys.value, part, softmax_scale=scale, causal=causal)
+        if held is None:
+            return got
+        self.merge_states(held, got)
+        return held if in_place else AttentionOutput(held.out.to(query.dtype), held.lse)
 
     def merge_states(self, held: AttentionOutput, got: AttentionOutput) -> None:
         """Merge attention over further keys into `held`, in place; torch if not overridden.

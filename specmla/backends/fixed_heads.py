@@ -175,6 +175,10 @@ class FixedHeads(AttentionBackend):
             query, key, value, part, softmax_scale=softmax_scale, causal=causal
         )
 
+    def attend_keys(self, *given: Any, **options: Any) -> AttentionOutput:
+        """Attend as the backend does, see `AttentionBackend.attend_keys`."""
+        return self.backend.attend_keys(*given, **options)
+
     def merge_states(self, held: AttentionOutput, got: AttentionOutput) -> None:
         """Merge as the backend does."""
         self.backend.merge_states(held, got)

@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.direct import DirectKernel
+from specmla.kernels.head_widths import key_parts, value_pad
 from specmla.kernels.launch import FP_FUSION, LaunchEntry
-from specmla.kernels.prefill import head_part, key_parts, value_pad
+from specmla.kernels.prefill import head_part
 from specmla.kernels.prims import LOG2_E, softmax_step
 from specmla.metadata import PrefillPart
 

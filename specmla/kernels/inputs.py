@@ -119,8 +119,10 @@ def plan_problems(plan: object, q_latent: Tensor) -> list[str]:
     return found
 
 
-def mha_problems(query: Tensor, key: Tensor, value: Tensor, part: PrefillPart) -> list[str]:
-    """List every shape, dtype or stride that `forward_mha` can't take."""
+def mha_problems(
+    query: Tensor, key: Tensor, value: Tensor, part: PrefillPart, rope: Tensor | None = None
+) -> list[str]:
+    """List every shape, dtype or stride that `forward_mha` can't take, or `attend_keys`."""
     rows, keys = sum(part.query_lens), sum(part.seq_lens)
     found = []
     if query.dim() != 3 or query.shape[0] != rows or not 1 <= query.shape[2] <= 256:
@@ -128,14 +130,38 @@ def mha_problems(query: Tensor, key: Tensor, value: Tensor, part: PrefillPart) -
             f"query is {tuple(query.shape)}, accepted is [T={rows}, H, P + R] with "
             "P + R in 1 .. 256"
         )
-    if key.shape != (keys, *query.shape[1:]):
-        found.append(f"key is {tuple(key.shape)}, accepted is {(keys, *query.shape[1:])}")
+    apart = {} if rope is None else {"rope": rope}
+    if rope is not None and (rope.dim() != 2 or rope.shape[0] != keys):
+        found.append(f"rope is {tuple(rope.shape)}, accepted is [S={keys}, R]")
+    width = query.shape[-1] - (0 if rope is None else rope.shape[-1])
+    accepted = (keys, *query.shape[1:-1], width)
+    if key.shape != accepted:
+        found.append(f"key is {tuple(key.shape)}, accepted is {accepted}")
     if value.dim() != 3 or value.shape[:2] != key.shape[:2] or not 1 <= value.shape[2] <= 256:
         found.append(
             f"value is {tuple(value.shape)}, accepted is {tuple(key.shape[:2])} + V with V in "
             "1 .. 256"
         )
-    found += _tensor_problems(query=query, key=key, value=value)
+    return found + _tensor_problems(query=query, key=key, value=value, **apart)
+
+
+def held_problems(
+    query: Tensor, value: Tensor, held: tuple[Tensor, Tensor] | None, in_place: bool
+) -> list[str]:
+    """List what is wrong with the state that `attend_keys` merges with."""
+    if held is None:
+        return ["in_place is True without held, accepted is False"] if in_place else []
+    found, rows = [], tuple(query.shape[:2])
+    for name, t, shape in zip(
+        ("held.out", "held.lse"), held, ((*rows, value.shape[-1]), rows), strict=True
+    ):
+        if t.shape != shape or t.dtype != torch.float32 or (t.numel() and t.stride(-1) != 1):
+            found.append(
+                f"{name} is {tuple(t.shape)} of {t.dtype} with strides {t.stride()}, accepted is "
+                f"{shape} of torch.float32 with a last stride of 1"
+            )
+        if t.device != query.device:
+            found.append(f"{name} is on {t.device}, the query on {query.device}")
     return found
 
 

@@ -1,7 +1,10 @@
 """Prompt attention: ragged multi-head attention over packed up-projected keys, with LSE.
 
-One pass of online softmax. Head widths need not be powers of two: a key width D is held as the
-largest power of two below it and a masked rest (192 = 128 + 64), a value width as one masked block.
+One pass of online softmax, begun from what the rows have seen so far if that is given: values and
+LSE of a state are those of a single key. Keys are read whole, or each head's own part and, apart
+from it, the rotated one that heads share. Head widths need not be powers of two: a key width D is
+held as the largest power of two below it and a masked rest (192 = 128 + 64), a value width as one
+masked block.
 """
 
 # Kernel bodies are typed by Triton, not by Python.
@@ -15,12 +18,20 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.direct import DirectKernel
-from specmla.kernels.launch import FP_FUSION, LaunchEntry, describe_device, find_entry
+from specmla.kernels.head_widths import key_parts, value_pad
+from specmla.kernels.launch import FP_FUSION, LaunchEntry
 from specmla.kernels.prims import LOG2_E, MAX_FLOOR, softmax_finish, softmax_step
 from specmla.metadata import PrefillPart
+from specmla.prompt_keys import PromptKeys
 
-MIN_DOT = 16
-"""Least width that a dot takes."""
+BITS = tl.constexpr(LOG2_E)
+PRIOR_BITS = tl.constexpr(16)
+PRIOR_SUM = tl.constexpr(65536.0)
+"""A state weighs as 2^16 keys of weight 1 do: then weights of later keys, which an element of
+float16 must hold, are as large as they would be in one pass over that many keys."""
+
+State = tuple[Tensor, Tensor]
+"""Values [T, H, V] and LSE [T, H]."""
 
 
 @triton.jit
@@ -39,12 +50,17 @@ def head_part(
         return tl.load(where)
 
 
-@triton.jit(do_not_specialize_on_alignment=["query_start_ptr", "kv_start_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=["lse_ptr", "prior_lse_ptr", "query_start_ptr", "kv_start_ptr"]
+)
 def prefill_kernel(
     out_ptr,
     lse_ptr,
+    prior_ptr,  # [T, H, V] float32 or None; may be what out_ptr is
+    prior_lse_ptr,  # [T, H] float32 or None; may be what lse_ptr is
     q_ptr,
     k_ptr,
+    rope_ptr,  # [sum of S, D - D_MAIN], or None: behind k, of each head
     v_ptr,
     query_start_ptr,  # [B + 1] int32
     kv_start_ptr,  # [B + 1] int32
@@ -52,10 +68,14 @@ def prefill_kernel(
     stride_out_t,
     stride_out_h,
     stride_lse_t,
+    stride_prior_t,
+    stride_prior_h,
+    stride_prior_lse_t,
     stride_q_t,
     stride_q_h,
     stride_k_t,
     stride_k_h,
+    stride_rope_t,
     stride_v_t,
     stride_v_h,
     D: tl.constexpr,
@@ -97,6 +117,18 @@ def prefill_kernel(
     row_max = tl.full([BLOCK_M], MAX_FLOOR, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
+    columns = tl.arange(0, V_PAD)
+    inside = alive[:, None] & (columns < V)[None, :]
+    if prior_ptr is not None:
+        prior_lse_at = prior_lse_ptr + t * stride_prior_lse_t + h
+        prior_lse = tl.load(prior_lse_at, mask=alive, other=float("-inf"))
+        # An empty state is not read: its values may be anything.
+        some = prior_lse > float("-inf")
+        prior_at = (prior_ptr + t * stride_prior_t + h * stride_prior_h)[:, None] + columns[None, :]
+        prior = tl.load(prior_at, mask=inside & some[:, None], other=0.0)
+        row_max = tl.where(some, prior_lse * BITS - PRIOR_BITS, row_max)
+        row_sum = tl.where(some, PRIOR_SUM, row_sum)
+        acc = prior * PRIOR_SUM
     for masked in tl.static_range(2):
         lo = plain_end if masked else 0
         hi = end if masked else plain_end
@@ -108,7 +140,11 @@ def prefill_kernel(
             k = head_part(k_at, held, 0, D_MAIN, D, masked)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if D_REST > 0:
-                k_rest = head_part(k_at, held, D_MAIN, D_REST, D, masked)
+                if rope_ptr is None:
+                    k_rest = head_part(k_at, held, D_MAIN, D_REST, D, masked)
+                else:
+                    rope_at = rope_ptr + s * stride_rope_t
+                    k_rest = head_part(rope_at, held, 0, D_REST, D - D_MAIN, masked)
                 scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
             scores = scores * scale_log2
             if masked:
@@ -119,82 +155,76 @@ def prefill_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
 
     inverse, lse = softmax_finish(row_max, row_sum)
-    columns = tl.arange(0, V_PAD)
+    if prior_ptr is not None:
+        # Rows that see no key keep their LSE to the bit.
+        prior_lse = tl.load(prior_lse_ptr + t * stride_prior_lse_t + h, mask=alive, other=0.0)
+        lse = tl.where(extent > 0, lse, prior_lse)
+        # In place, no warp may write what another one has yet to read.
+        tl.debug_barrier()
     out_at = (out_ptr + t * stride_out_t + h * stride_out_h)[:, None] + columns[None, :]
     out = (acc * inverse[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_at, out, mask=alive[:, None] & (columns < V)[None, :])
+    tl.store(out_at, out, mask=inside)
     tl.store(lse_ptr + t * stride_lse_t + h, lse, mask=alive)
 
 
 PREFILL = DirectKernel(prefill_kernel)
 
 
-def key_parts(width: int) -> tuple[int, int]:
-    """Cut a key width into a power of two and a rest (padded to one), both fit for a dot."""
-    main = max(MIN_DOT, 1 << (width.bit_length() - 1))
-    rest = width - main
-    return main, 0 if rest <= 0 else max(MIN_DOT, 1 << (rest - 1).bit_length())
-
-
-def value_pad(width: int) -> int:
-    """Pad a value width to a power of two fit for a dot."""
-    return max(MIN_DOT, 1 << (width - 1).bit_length())
-
-
-def find_prefill_entry(query: Tensor, value: Tensor, kernel: str = "prefill") -> LaunchEntry:
-    """Give the launch entry for the widths of `query` [T, H, D] and `value` [sum of S, H, V].
-
-    The table's buckets of `kernel` ("prefill" or "fold") are widths (the larger of the two), not
-    row counts.
-    """
-    width = max(query.shape[2], value.shape[2])
-    return find_entry(kernel, describe_device(query.device).arch, width, query.element_size())
-
-
 def prefill_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    keys: PromptKeys,
     part: PrefillPart,
     entry: LaunchEntry,
     *,
     softmax_scale: float,
     causal: bool,
-) -> tuple[Tensor, Tensor]:
+    held: State | None = None,
+    into: State | None = None,
+) -> State:
     """Launch the prompt kernel.
 
     Args:
-        query: [T, H, D]. key: [sum of S, H, D]. value: [sum of S, H, V]. Last strides 1.
+        query: [T, H, D], last stride 1.
+        keys: of all requests, packed; `attendable`.
         part: row and key starts.
         entry: launch parameters.
         softmax_scale: natural scale of the scores.
         causal: bottom-right aligned if true, else every row sees all keys of its request.
+        held: values and LSE over other keys, float32, to be merged with; last strides 1.
+        into: where the result goes, `held` itself at will; None: new, in the query's dtype.
 
     Returns:
-        Values [T, H, V] in the query's dtype and LSE [T, H] float32 (natural log).
+        Values [T, H, V] and LSE [T, H] float32 (natural log).
     """
-    num_rows, num_heads, width = query.shape
+    _, num_heads, width = query.shape
+    key, rope, value = keys
     value_width = value.shape[2]
-    out = query.new_empty(num_rows, num_heads, value_width)
-    lse = query.new_empty(num_rows, num_heads, dtype=torch.float32)
+    out, lse = into if into is not None else _new_state(query, value_width)
     tiles = -(-max(part.query_lens, default=0) // entry.block_m)
     if tiles == 0:
         return out, lse
-    main, rest = key_parts(width)
+    main, rest = key_parts(width) if rope is None else (key.shape[2], value_pad(rope.shape[1]))
+    prior, prior_lse = held if held is not None else (None, None)
     PREFILL.launch(
         (tiles, num_heads, len(part.query_lens)),
         out,
         lse,
+        prior,
+        prior_lse,
         query,
         key,
+        rope,
         value,
         part.query_start,
         part.kv_start,
         softmax_scale * LOG2_E,
         *out.stride()[:2],
         lse.stride(0),
+        *((0, 0) if prior is None else prior.stride()[:2]),
+        0 if prior_lse is None else prior_lse.stride(0),
         *query.stride()[:2],
         *key.stride()[:2],
+        0 if rope is None else rope.stride(0),
         *value.stride()[:2],
         D=width,
         D_MAIN=main,
@@ -209,3 +239,9 @@ def prefill_attention(
         enable_fp_fusion=FP_FUSION,
     )
     return out, lse
+
+
+def _new_state(query: Tensor, value_width: int) -> State:
+    rows, heads, _ = query.shape
+    lse = query.new_empty(rows, heads, dtype=torch.float32)
+    return query.new_empty(rows, heads, value_width), lse

@@ -16,6 +16,7 @@ from specmla.builder import MetadataBuilder
 from specmla.cache.latent import LatentCache
 from specmla.metadata import PrefillPart, RequestKind
 from specmla.prefill import PromptAttention
+from specmla.prompt_keys import PromptKeys
 from specmla.reference import absorbed_mqa
 from specmla.testing.case import VerifyCase, make_case
 from specmla.workspace import PrefillWorkspace
@@ -80,13 +81,12 @@ class PromptCase:
         )
         return attention, torch.cat((self.q_nope, self.base.q_rope), dim=-1)
 
-    def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Up-project rows [n, A] to keys [n, H, P + R] and values [n, H, V]."""
+    def expand(self, rows: Tensor) -> PromptKeys:
+        """Up-project rows [n, A] to keys and values."""
         rank = self.base.spec.kv_lora_rank
         kv_latent, k_rope = rows[:, :rank], rows[:, rank:]
         k_nope = torch.einsum("nc,hpc->nhp", kv_latent, self.w_uk)
-        shared = k_rope[:, None].expand(*k_nope.shape[:2], k_rope.shape[-1])
-        return torch.cat((k_nope, shared), -1), torch.einsum("nc,hcv->nhv", kv_latent, self.w_uv)
+        return PromptKeys(k_nope, k_rope, torch.einsum("nc,hcv->nhv", kv_latent, self.w_uv))
 
     def oracle(self, dtype: torch.dtype = torch.float64) -> AttentionOutput:
         """Attend in `dtype` by the absorbed specification, which up-projects no key."""

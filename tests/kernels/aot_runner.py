@@ -42,11 +42,12 @@ from specmla.kernels import (
 )
 from specmla.kernels.combine import COLUMN_CHUNK, FEW_PIECES, PIECE_CHUNK, combine_kernel
 from specmla.kernels.fold import fold_kernel
+from specmla.kernels.head_widths import key_parts, value_pad
 from specmla.kernels.launch import FP_FUSION, LaunchEntry, launch_table
 from specmla.kernels.packed import packed_kernel
 from specmla.kernels.pieces import pieces_kernel
 from specmla.kernels.plan import LEAST_RUN, PIECE_STEPS, lane_options
-from specmla.kernels.prefill import key_parts, prefill_kernel, value_pad
+from specmla.kernels.prefill import prefill_kernel
 from specmla.kernels.rows import rows_kernel
 
 TARGETS = {
@@ -69,6 +70,10 @@ KERNELS = {
 }
 
 CACHE_MODULES = {"store": store, "gather": gather, "move": move}
+FLOATS = {"lse_ptr", "partial_ptr", "partial_lse_ptr", "acc_ptr", "max_ptr", "sum_ptr"}
+FLOATS |= {"prior_ptr", "prior_lse_ptr"}
+ELEMENTS = {"out_ptr", "q_latent_ptr", "q_rope_ptr", "cache_ptr", "q_ptr", "k_ptr", "v_ptr"}
+ELEMENTS |= {"rope_ptr"}
 PLAIN_ROWS = {"row_scale": None, "GROUP": -1, "SCALES": 0, "ROPE": 0}
 FP8_ROWS: list[dict[str, Any]] = [
     {"ROW": 576, "GROUP": 0},
@@ -147,16 +152,24 @@ def fp8_jobs(arch: str, entry: LaunchEntry) -> list[Job]:
 
 
 def prefill_jobs(kernel: str, arch: str, entry: LaunchEntry) -> list[Job]:
-    """The widest heads that an entry is meant for: DeepSeek's 192/128, or 256/256."""
+    """The widest heads that an entry is meant for: DeepSeek's 192/128, or 256/256.
+
+    Prompts over joined keys alone, and over keys apart (where they may be) merged with a state.
+    """
     width, value = (192, 128) if entry.max_rows == 192 else (256, 256)
     main, rest = key_parts(width)
     constants = {"D": width, "D_MAIN": main, "D_REST": rest, "V": value}
     constants |= {"V_PAD": value_pad(value)}
-    constants |= {"CAUSAL": True} if kernel == "prefill" else {"H": 16}
     constants |= {"BLOCK_M": entry.block_m, "BLOCK_N": entry.block_n}
+    alone = {"rope_ptr": None, "prior_ptr": None, "prior_lse_ptr": None, "CAUSAL": True}
+    forms = [alone] if kernel == "prefill" else [{"H": 16}]
+    if kernel == "prefill":
+        forms.append({"CAUSAL": False} | ({} if rest else {"rope_ptr": None}))
+    dtypes = DTYPES[entry.itemsize]
+    pairs = [(dtype, forms[0]) for dtype in dtypes] + [(dtypes[0], form) for form in forms[1:]]
     return [
-        Job(kernel, arch, dtype, constants, entry.num_warps, entry.num_stages)
-        for dtype in DTYPES[entry.itemsize]
+        Job(kernel, arch, dtype, constants | form, entry.num_warps, entry.num_stages)
+        for dtype, form in pairs
     ]
 
 
@@ -235,9 +248,9 @@ def argument_type(name: str, job: Job) -> str:
         return "constexpr"
     if name == "cache_ptr" and job.kernel == "packed_fp8":
         return "*u8"
-    if name in ("lse_ptr", "partial_ptr", "partial_lse_ptr", "acc_ptr", "max_ptr", "sum_ptr"):
+    if name in FLOATS:
         return "*fp32"
-    if name in ("out_ptr", "q_latent_ptr", "q_rope_ptr", "cache_ptr", "q_ptr", "k_ptr", "v_ptr"):
+    if name in ELEMENTS:
         return f"*{job.dtype}"
     if name == "tree_bits_ptr":
         return "*i64"

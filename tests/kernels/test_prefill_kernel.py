@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from specmla.backends.reference import ReferenceBackend
 from specmla.backends.triton import TritonBackend
 from specmla.errors import ArgumentError
-from specmla.kernels.prefill import key_parts, value_pad
+from specmla.kernels.head_widths import key_parts, value_pad
 from specmla.metadata import PrefillPart
 from specmla.testing import assert_attention_within_budget
 
