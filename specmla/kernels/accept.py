@@ -3,8 +3,9 @@
 One read of all logits gives maxima and sums of chunks (`accept_stats`, `accept_rows`). With plain
 temperature and one-hot drafts that is all that is read, but for the chunk in which a token is drawn
 (`accept_draw`); dense q is read once, and the logits beside it (`accept_mass`): of the one row that
-the token comes from, or of all rows for block verification. Top-k and top-p look for the least
-logit that is kept (`filter_hist`, `filter_collect`, `filter_cut`), reading the row twice more.
+the token comes from, or of all rows for block verification. Of filtered requests the first read
+leaves maximum and sum of every 32 ids too; the few that can hold an id which is kept are read
+again, and what may be kept is held (`filter_rows`): all that follows looks at no more than that.
 
 Random numbers are those of `specmla.verify.streams`, made in the kernels. Decisions are those of
 the pure rules up to the rounding of float32 sums: they differ only where a number falls within
@@ -23,9 +24,9 @@ from specmla.kernels.accept_draw import launch_draw
 from specmla.kernels.accept_mass import launch_mass
 from specmla.kernels.accept_rows import launch_rows
 from specmla.kernels.accept_stats import launch_stats
-from specmla.kernels.filter_collect import launch_collect
-from specmla.kernels.filter_cut import launch_cut
-from specmla.kernels.filter_hist import BINS, launch_hist
+from specmla.kernels.filter_groups import GROUP
+from specmla.kernels.filter_held import FEW
+from specmla.kernels.filter_rows import launch_filter_rows
 
 BLOCK = 4096
 """Ids of a chunk, but no more than the vocabulary needs."""
@@ -90,6 +91,29 @@ class Accepted(NamedTuple):
     row_mass: Tensor
 
 
+class Measured(NamedTuple):
+    """What is known of all rows before anything is decided.
+
+    Attributes:
+        parts: maximum, sum and first id of each chunk [B * (K + 1), C].
+        rows: maximum, mass, cut and flag of each row [B * (K + 1)].
+        held: logits and ids [B * (K + 1), SLOTS] that a filtered row may keep, and how many
+            [B * (K + 1)]; None where nothing is filtered.
+        block: ids of a chunk.
+    """
+
+    parts: tuple[Tensor, Tensor, Tensor]
+    rows: tuple[Tensor, Tensor, Tensor, Tensor]
+    held: tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]
+    block: int
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """Constants of kernels that look at what is held."""
+        slots = 1 if self.held[0] is None else self.held[0].shape[1]
+        return {"SLOTS": slots, "FEW": max(slots // FEW, 1)}
+
+
 def fused_accept(
     inputs: AcceptInputs,
     filters: Filters,
@@ -109,90 +133,68 @@ def fused_accept(
     """
     logits, table, drafts, q, seeds, positions = inputs
     b, rows = table.shape
-    parts, reduced, block = measure_rows(inputs, filters, block, slots)
-    chunks = parts[0].shape[1]
-    number = RULES[rule]
-    options = {
+    known = measure_rows(inputs, filters, block, slots)
+    number, is_dense = RULES[rule], q is not None and rule != "sample_match"
+    options = known.slots | {
         "RULE": number,
         "FILTER": int(filters.any_filter),
-        "DENSE": int(q is not None and number != RULES["sample_match"]),
         "WIDTH": triton.next_power_of_2(rows + 1),
-        "BLOCK": block,
+        "BLOCK": known.block,
     }
-    request = (filters.temperature, seeds, positions)
+    request, looked_at = (filters.temperature, seeds, positions), (logits, table, drafts, q)
     masses = None
-    if options["FILTER"] or options["DENSE"]:
-        places = 1 if number == 0 else rows
+    if is_dense:
+        places, chunks = 1 if number == 0 else rows, known.parts[0].shape[1]
         masses = logits.new_empty((b, places, chunks), dtype=torch.float32)
-        launch_mass(masses, logits, table, drafts, q, reduced[:3], request, options)
+        launch_mass(masses, known.held, looked_at, known.rows[:3], request, options)
     packed = torch.empty((b, rows + 3), dtype=torch.int64, device=logits.device)
     token = torch.empty(b, dtype=torch.int64, device=logits.device)
+    options |= {"DENSE": int(is_dense)}
     launch_draw(
-        (packed, token), masses, parts[:2], (logits, table, drafts, q), reduced, request, options
+        (packed, token),
+        masses,
+        known.parts[:2],
+        known.held,
+        looked_at,
+        known.rows,
+        request,
+        options,
     )
-    return Accepted(packed, token, reduced[0].view(b, rows), reduced[1].view(b, rows))
+    return Accepted(packed, token, known.rows[0].view(b, rows), known.rows[1].view(b, rows))
 
 
 def measure_rows(
     inputs: AcceptInputs, filters: Filters, block: int | None, slots: int | None
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor], int]:
-    """Read all logits once, those of filtered requests twice more.
-
-    Returns:
-        Maximum, sum and first id of each chunk [B * (K + 1), C]; maximum, mass, cut and flag of
-        each row [B * (K + 1)]; ids of a chunk.
-    """
+) -> Measured:
+    """Read all logits once, and of filtered requests what they may keep once more."""
     logits, table, drafts = inputs[:3]
-    (b, rows), width = table.shape, logits.shape[1]
+    places, width, device = table.numel(), logits.shape[1], logits.device
     whole = max(128, triton.next_power_of_2(width))
     block, slots = block or min(BLOCK, whole), slots or min(SLOTS, whole)
-    chunks = triton.cdiv(width, block)
-    parts = _parts(b * rows, chunks, logits.device)
-    launch_stats(parts, logits, table, drafts, filters.temperature, block)
-    reduced = _rows(b * rows, logits.device)
-    launch_rows(reduced, parts, drafts, filters.temperature)
-    if filters.any_filter:
-        _cut(inputs, filters, reduced, chunks, block, slots)
-    return parts, reduced, block
+    chunks, group = triton.cdiv(width, block), min(GROUP, block)
 
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty((places, *shape), dtype=dtype, device=device)
 
-def _cut(
-    inputs: AcceptInputs,
-    filters: Filters,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    chunks: int,
-    block: int,
-    slots: int,
-) -> None:
-    """Find the cut of filtered rows."""
-    logits, table, drafts = inputs[:3]
-    places, device = len(rows[0]), logits.device
-    hist = torch.empty((places, chunks, BINS.value), dtype=torch.int32, device=device)
-    sampling = (filters.temperature, filters.top_k, filters.top_p, filters.min_p)
-    launch_hist(hist, logits, table, drafts, rows[0], sampling[:3], block)
-    found = (
-        torch.empty((places, slots), dtype=torch.float32, device=device),
-        torch.empty((places, slots), dtype=torch.int32, device=device),
-        torch.empty(places, dtype=torch.int32, device=device),
-        torch.empty((places, chunks), dtype=torch.float32, device=device),
+    parts = (
+        empty(torch.float32, chunks),
+        empty(torch.float32, chunks),
+        empty(torch.int32, chunks),
     )
-    launch_collect(found, hist, logits, table, drafts, rows[:2], sampling, block)
-    launch_cut(rows, found, logits, table, drafts, sampling, block)
-
-
-def _parts(places: int, chunks: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (places, chunks)
-    return (
-        torch.empty(shape, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.int32, device=device),
+    rows = (
+        empty(torch.float32),
+        empty(torch.float32),
+        empty(torch.int64),
+        empty(torch.int32),
     )
-
-
-def _rows(places: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        torch.empty(places, dtype=torch.float32, device=device),
-        torch.empty(places, dtype=torch.float32, device=device),
-        torch.empty(places, dtype=torch.int64, device=device),
-        torch.empty(places, dtype=torch.int32, device=device),
-    )
+    if not filters.any_filter:
+        sampling = (filters.temperature, None, None, None)
+        launch_stats(parts, (None, None), logits, table, drafts, sampling, block, group)
+        launch_rows(rows, parts, drafts, filters.temperature)
+        return Measured(parts, rows, (None, None, None), block)
+    kept, number = filters[:4], chunks * (block // group)
+    groups = (empty(torch.float32, number), empty(torch.float32, number))
+    held = (empty(torch.float32, slots), empty(torch.int32, slots), empty(torch.int32))
+    launch_stats(parts, groups, logits, table, drafts, kept, block, group)
+    launch_filter_rows(rows, held, parts, groups, (logits, table, drafts), kept, block, group)
+    return Measured(parts, rows, held, block)

@@ -11,19 +11,19 @@ from specmla.kernels import (
     accept_rows,
     accept_stats,
     accept_walk,
-    filter_collect,
-    filter_cut,
-    filter_hist,
+    filter_rows,
 )
 from specmla.kernels.accept import BLOCK, RULES, SLOTS
 from specmla.kernels.accept_tree import BLOCK as WALKED
+from specmla.kernels.filter_groups import GROUP
+from specmla.kernels.filter_held import FEW, TILE
 
 CHUNKS, WIDTH, TREE = 32, 8, 64
 """Of 129,280 ids, of up to 6 drafts, and of the largest trees."""
 
 _WIDE = {"table_ptr", "drafts_ptr", "cut_ptr", "seed_ptr", "position_ptr", "top_k_ptr", "next_ptr"}
 _WIDE |= {"parent_ptr", "rank_ptr", "depth_ptr", "end_ptr"}
-_WHOLE = {"part_top_ptr", "wrong_ptr", "hist_ptr", "found_id_ptr", "number_ptr"}
+_WHOLE = {"part_top_ptr", "wrong_ptr", "found_id_ptr", "number_ptr", "group_ptr"}
 
 Variant = tuple[Any, dict[str, str], dict[str, int], dict[str, Any]]
 
@@ -31,27 +31,30 @@ Variant = tuple[Any, dict[str, str], dict[str, int], dict[str, Any]]
 def aot_variants() -> list[Variant]:
     """List kernel, signature, constexprs and launch options: the widest form of each kernel for
     bfloat16 first, then narrower ones and other logits."""
-    block, both = {"BLOCK": BLOCK}, {"FILTER": 1, "DENSE": 1}
+    held = {"SLOTS": SLOTS, "FEW": SLOTS // FEW}
+    block, stats = {"BLOCK": BLOCK} | held, {"BLOCK": BLOCK, "GROUP": GROUP}
+    filtered, both = {"FILTER": 1}, {"FILTER": 1, "DENSE": 1}
     level, whole, match = ({"RULE": n, "WIDTH": WIDTH} for n in RULES.values())
-    search = block | {"SLOTS": SLOTS, "CHUNKS": CHUNKS}
     chunks = block | {"CHUNKS": CHUNKS}
+    search = chunks | {"GROUP": GROUP, "TILE": TILE}
     walked = {"BLOCK": WALKED, "CHUNKS": CHUNKS * BLOCK // WALKED, "WIDTH": TREE}
+    walked |= held
     forms: list[tuple[ModuleType, dict[str, int], str]] = [
-        (accept_stats, block, "bf16"),
+        (accept_stats, stats | filtered, "bf16"),
         (accept_rows, {"CHUNKS": CHUNKS}, "bf16"),
-        (accept_mass, block | whole | both, "bf16"),
+        (accept_mass, block | whole | filtered, "bf16"),
         (accept_draw, chunks | whole | both, "bf16"),
-        (filter_hist, block, "bf16"),
-        (filter_collect, search, "bf16"),
-        (filter_cut, search, "bf16"),
-        (accept_mass, block | level | both, "fp32"),
+        (filter_rows, search, "bf16"),
+        (accept_mass, block | level | filtered, "fp32"),
         (accept_draw, chunks | level | both, "fp32"),
         (accept_draw, chunks | level | {"FILTER": 0, "DENSE": 0}, "fp16"),
         (accept_draw, chunks | match | {"FILTER": 1, "DENSE": 0}, "fp32"),
-        (accept_stats, block, "fp32"),
-        (accept_walk, walked | {"RULE": 0, "DENSE": 1}, "bf16"),
-        (accept_walk, walked | {"RULE": 0, "DENSE": 0}, "fp16"),
-        (accept_walk, walked | {"RULE": 2, "DENSE": 0}, "fp32"),
+        (accept_stats, stats | filtered, "fp32"),
+        (accept_stats, stats | {"FILTER": 0}, "bf16"),
+        (filter_rows, search, "fp32"),
+        (accept_walk, walked | {"RULE": 0} | both, "bf16"),
+        (accept_walk, walked | {"RULE": 0, "DENSE": 0, "FILTER": 0}, "fp16"),
+        (accept_walk, walked | {"RULE": 2, "DENSE": 0, "FILTER": 1}, "fp32"),
     ]
     return [_variant(*form) for form in forms]
 
@@ -69,4 +72,5 @@ def _variant(module: ModuleType, constants: dict[str, int], logits: str) -> Vari
             kinds[name] = "*i64" if wide else "*i32" if name in _WHOLE else "*fp32"
         else:
             kinds[name] = "i32"
-    return kernel, kinds, constants, {"num_warps": module.NUM_WARPS, "enable_fp_fusion": False}
+    options = {"num_warps": module.NUM_WARPS, "enable_fp_fusion": False}
+    return kernel, kinds, constants, options | getattr(module, "OPTIONS", {})

@@ -1,7 +1,8 @@
 """Device helpers of trees: what is left of a row after some of its children were refused.
 
-Arguments that go together are tuples: `row` is (row of the logits, maximum, mass, cut, scale) and
-`refs` is (b, logits, drafts, q, K, W, C).
+Arguments that go together are tuples: `row` is (row of the logits, maximum, mass, cut, scale),
+`refs` is (b, logits, drafts, q, K, W, C) and `held` is (ids, first slot of the row, how many there
+are). A row is looked at in pieces of SIZE ids: of all, or of those that are held.
 """
 
 # Kernel bodies are typed by Triton, not by Python.
@@ -12,8 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specmla.kernels.accept_draw import pick
-from specmla.kernels.accept_prims import load_logits, weigh
+from specmla.kernels.accept_prims import load_logits, pick, weigh
 
 
 @triton.jit
@@ -41,22 +41,33 @@ def left_over(ids, row, bits, norm, refs, DENSE: tl.constexpr):
 
 
 @triton.jit
+def piece_ids(piece, held, W, HELD: tl.constexpr, SIZE: tl.constexpr):
+    """Give the ids [SIZE] of a piece; W where there is none."""
+    at = piece * SIZE + tl.arange(0, SIZE)
+    if HELD:
+        return tl.load(held[0] + held[1] + at, mask=at < held[2], other=W)
+    return at
+
+
+@triton.jit
 def left_masses(
-    row, bits, norm, refs, DENSE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Give the mass [CHUNKS] float64 of every chunk of what is left."""
+    held, row, bits, norm, refs,
+    DENSE: tl.constexpr, HELD: tl.constexpr, CHUNKS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Give the mass [CHUNKS] float64 of every piece of what is left."""
     chunks, found = tl.arange(0, CHUNKS), tl.zeros((CHUNKS,), tl.float64)
-    for chunk in range(refs[6]):
-        ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    pieces = tl.cdiv(held[2], SIZE) if HELD else refs[6]
+    for piece in range(pieces):
+        ids = piece_ids(piece, held, refs[5], HELD, SIZE)
         left = left_over(ids, row, bits, norm, refs, DENSE)
-        found = tl.where(chunks == chunk, tl.sum(left, 0).to(tl.float64), found)
+        found = tl.where(chunks == piece, tl.sum(left, 0).to(tl.float64), found)
     return found
 
 
 @triton.jit
 def draw_left(
-    u, masses, row, bits, norm, refs,
-    DENSE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    u, masses, held, row, bits, norm, refs,
+    DENSE: tl.constexpr, HELD: tl.constexpr, CHUNKS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Draw a token from what is left, whose masses are known; tell whether there was anything."""
     chunks, total = tl.arange(0, CHUNKS), tl.sum(masses, 0)
@@ -64,9 +75,10 @@ def draw_left(
     chunk = tl.minimum(chunk, tl.max(tl.where(masses > 0, chunks, 0), 0))
     mine = tl.sum(tl.where(chunks == chunk, masses, 0.0), 0)
     start = tl.sum(tl.where(chunks < chunk, masses, 0.0), 0)
-    ids = chunk * BLOCK + tl.arange(0, BLOCK)
-    left = left_over(ids, row, bits, norm, refs, DENSE)
-    token = chunk * BLOCK + pick(left, tl.maximum((u * total - start) / mine, 0.0))
+    left = left_over(piece_ids(chunk, held, refs[5], HELD, SIZE), row, bits, norm, refs, DENSE)
+    token = chunk * SIZE + pick(left, tl.maximum((u * total - start) / mine, 0.0))
+    if HELD:
+        token = tl.load(held[0] + held[1] + tl.maximum(tl.minimum(token, held[2] - 1), 0))
     token = tl.minimum(tl.maximum(token, 0), refs[5] - 1)
     return token.to(tl.int64), (total > 0) & (total < 1.0e30)
 

@@ -1,7 +1,6 @@
-"""Accept, third pass: the mass of each chunk of what a token may be drawn from.
+"""Accept, third pass: the mass of each chunk of what a token may be drawn from, with dense q.
 
-Only where that mass does not follow from the first pass: with dense draft distributions, or where
-ids were cut.
+Where q is one-hot that mass follows from the first pass, and where ids are held from these.
 """
 
 # Kernel bodies are typed by Triton, not by Python.
@@ -14,48 +13,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specmla.kernels.accept_held import held_mass
 from specmla.kernels.accept_prims import (
     BLOCK_RULE,
-    KEEP_ALL,
-    MATCH,
     TOKEN_LEVEL,
     draft_ratios,
+    drawn_from,
     exponent_scale,
     first_refusal,
     load_logits,
     reach,
-    weigh,
 )
 from specmla.kernels.direct import DirectKernel
 
 NUM_WARPS = 4
 
 
-@triton.jit
-def drawn_from(
-    ids, x, row_max, mass, scale, cut, part, b, j, draft, is_residual, q_ptr, K, W,
-    FILTER: tl.constexpr, DENSE: tl.constexpr,
-):  # fmt: skip
-    """Give what a token is drawn from, for ids [N] of row j: part * p, less q where it is residual.
-
-    part is P_j of block verification, else 1. draft: the id that one-hot q is at.
-    """
-    p = part * (weigh(x, ids, row_max, scale, cut, FILTER) / mass)
-    if DENSE:
-        at = q_ptr + (b * K + j).to(tl.int64) * W + ids
-        q = tl.load(at, mask=ids < tl.where(is_residual, W, 0), other=0.0)
-        rest = p - q
-        return tl.where(rest < 0, 0.0, rest)  # NaN of q stays, and flags the row
-    return tl.where(ids == tl.where(is_residual, draft, -1), 0.0, p)
-
-
 @triton.jit(do_not_specialize=["K"])
 def accept_mass_kernel(
     out_ptr,  # [B, PLACES, C] float32
+    found_ptr,  # [B * (K + 1), SLOTS] float32, if FILTER
+    found_id_ptr,  # [B * (K + 1), SLOTS] int32, if FILTER
+    number_ptr,  # [B * (K + 1)] int32, if FILTER
     logits_ptr,  # [R, W]
     table_ptr,  # [B, K + 1] int64
     drafts_ptr,  # [B, K] int64
-    q_ptr,  # [B, K, W] float32, if DENSE
+    q_ptr,  # [B, K, W] float32
     max_ptr,  # [B * (K + 1)] float32
     mass_ptr,  # [B * (K + 1)] float32
     cut_ptr,  # [B * (K + 1)] int64
@@ -68,11 +51,12 @@ def accept_mass_kernel(
     PLACES,  # 1 for TOKEN_LEVEL: the place where a request's run ends; else K + 1, all of them
     RULE: tl.constexpr,
     FILTER: tl.constexpr,
-    DENSE: tl.constexpr,
     WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of one row; of greedy requests, and rows that follow from the parts, nothing."""
+    """One chunk of one row, nothing of greedy requests; where ids are held, all in chunk 0."""
     b, j, chunk = tl.program_id(0) // PLACES, tl.program_id(0) % PLACES, tl.program_id(1)
     temperature = tl.load(temperature_ptr + b)
     if temperature == 0:
@@ -82,7 +66,7 @@ def accept_mass_kernel(
     n = tl.arange(0, WIDTH) - (1 if RULE == BLOCK_RULE else 0)
     ratio, _, count = draft_ratios(
         b, n, logits_ptr, table_ptr, drafts_ptr, q_ptr, max_ptr, mass_ptr, cut_ptr, scale, K, W,
-        DENSE,
+        True,
     )  # fmt: skip
     part = 1.0
     if RULE == TOKEN_LEVEL:
@@ -94,19 +78,30 @@ def accept_mass_kernel(
     if j > count:
         return
     place = b * (K + 1) + j
-    cut = tl.load(cut_ptr + place)
-    if (cut == KEEP_ALL) & (DENSE == 0):
-        return
-    residual = j < (0 if RULE == MATCH else count)
+    row_max, mass, cut = (
+        tl.load(max_ptr + place),
+        tl.load(mass_ptr + place),
+        tl.load(cut_ptr + place),
+    )
+    own, residual = tl.load(drafts_ptr + b * K + j, mask=j < K, other=-1), j < count
+    to = out_ptr + tl.program_id(0) * C + chunk
+    if FILTER:
+        number = tl.load(number_ptr + place)
+        if number > 0:
+            # The draw of TOKEN_LEVEL looks at what is held, not at its mass.
+            if RULE == BLOCK_RULE:
+                held, row = (found_ptr, found_id_ptr), (row_max, mass, cut, scale)
+                drawn = (part, b, j, own, residual, q_ptr, K, W)
+                number = tl.where(chunk == 0, number, 0)
+                total, _whole = held_mass(held, place, number, row, drawn, True, SLOTS, FEW)
+                tl.store(to, total.to(tl.float32))
+            return
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits_ptr, tl.load(table_ptr + place), ids, W)
-    own = tl.load(drafts_ptr + b * K + j, mask=j < K, other=-1)
     weight = drawn_from(
-        ids, x, tl.load(max_ptr + place), tl.load(mass_ptr + place), scale, cut, part, b, j, own,
-        residual, q_ptr, K, W, FILTER, DENSE,
-    )  # fmt: skip
-    at = tl.program_id(0) * C + chunk
-    tl.store(out_ptr + at, tl.sum(weight, 0))
+        ids, x, row_max, mass, scale, cut, part, b, j, own, residual, q_ptr, K, W, FILTER, True
+    )
+    tl.store(to, tl.sum(weight, 0))
 
 
 MASS = DirectKernel(accept_mass_kernel)
@@ -114,28 +109,33 @@ MASS = DirectKernel(accept_mass_kernel)
 
 def launch_mass(
     out: Tensor,
-    logits: Tensor,
-    table: Tensor,
-    drafts: Tensor,
-    q: Tensor | None,
+    held: tuple[Tensor | None, Tensor | None, Tensor | None],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
     rows: tuple[Tensor, Tensor, Tensor],
     request: tuple[Tensor, Tensor, Tensor],
     options: dict[str, int],
 ) -> None:
-    """Fill the masses; rows: maximum, mass and cut; request: temperature, seed, position."""
+    """Fill the masses [B, PLACES, C].
+
+    Args:
+        out: masses.
+        held: logits, ids and number of what is held, or None without filters.
+        inputs: logits, table, drafts and dense q.
+        rows: maximum, mass and cut of each row.
+        request: temperature, seed and position.
+        options: constants of the kernel.
+    """
     b, places, chunks = out.shape
-    with torch.cuda.device_of(logits):
+    with torch.cuda.device_of(out):
         MASS.launch(
             (b * places, chunks),
             out,
-            logits,
-            table,
-            drafts,
-            q,
+            *held,
+            *inputs,
             *rows,
             *request,
-            drafts.shape[1],
-            logits.shape[1],
+            inputs[2].shape[1],
+            inputs[0].shape[1],
             chunks,
             places,
             **options,

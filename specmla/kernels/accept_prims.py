@@ -41,19 +41,23 @@ def load_logits(logits_ptr, row, ids, W):
 
 
 @triton.jit
-def sort_key(x, ids):
-    """Give int64 keys that rise with the logit and, among equals, fall with the id; -0 equals 0."""
+def order_bits(x):
+    """Give int32 numbers that rise with the logit; -0 equals 0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered.to(tl.int64) << 32) | (4294967295 - ids.to(tl.int64))
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
-def key_logit(key):
-    """Give the logit of a key."""
-    ordered = (key >> 32).to(tl.int32)
+def ordered_logit(ordered):
+    """Give the logit of such a number."""
     bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sort_key(x, ids):
+    """Give int64 keys that rise with the logit and, among equals, fall with the id."""
+    return (order_bits(x).to(tl.int64) << 32) | (4294967295 - ids.to(tl.int64))
 
 
 @triton.jit
@@ -69,6 +73,44 @@ def weigh(x, ids, row_max, scale, cut, FILTER: tl.constexpr):
     if FILTER:
         w = tl.where(sort_key(x, ids) >= cut, w, 0.0)
     return w
+
+
+@triton.jit
+def drawn_from(
+    ids, x, row_max, mass, scale, cut, part, b, j, draft, is_residual, q_ptr, K, W,
+    FILTER: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Give what a token is drawn from, for ids [N] of row j: part * p, less q where it is residual.
+
+    part is P_j of block verification, else 1. draft: the id that one-hot q is at.
+    """
+    p = part * (weigh(x, ids, row_max, scale, cut, FILTER) / mass)
+    if DENSE:
+        at = q_ptr + (b * K + j).to(tl.int64) * W + ids
+        q = tl.load(at, mask=ids < tl.where(is_residual, W, 0), other=0.0)
+        rest = p - q
+        return tl.where(rest < 0, 0.0, rest)  # NaN of q stays, and flags the row
+    return tl.where(ids == tl.where(is_residual, draft, -1), 0.0, p)
+
+
+@triton.jit
+def whole_weight(weight):
+    """Give weights as integers of 61 bits: they sum to 1 at most, but for rounding."""
+    return (weight * 2305843009213693952.0).to(tl.int64)
+
+
+@triton.jit
+def whole_target(fraction, total):
+    """Give the integer up to which sums of `whole_weight` are passed over, at a fraction of all."""
+    return tl.minimum((fraction * total.to(tl.float64)).to(tl.int64), total - 1)
+
+
+@triton.jit
+def pick(weight, fraction):
+    """Give the index into `weight` [N] at a fraction of its sum, by sums of integers."""
+    whole = whole_weight(weight)
+    target = whole_target(fraction, tl.sum(whole, 0))
+    return tl.sum((tl.cumsum(whole, 0) <= target).to(tl.int32), 0)
 
 
 @triton.jit

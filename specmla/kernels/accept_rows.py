@@ -16,6 +16,50 @@ from specmla.kernels.direct import DirectKernel
 NUM_WARPS = 1
 
 
+@triton.jit
+def reduce_parts(parts, place, temperature, C, CHUNKS: tl.constexpr):
+    """Give maximum, sum of exponents, first id of the maximum, and whether it has no distribution.
+
+    Args:
+        parts: pointers to maximum, sum and first id of each chunk [places, C].
+    """
+    chunk = tl.arange(0, CHUNKS)
+    there, at = chunk < C, place * C + chunk
+    part_max = tl.load(parts[0] + at, mask=there, other=float("-inf"))
+    part_sum = tl.load(parts[1] + at, mask=there, other=0.0)
+    top = tl.load(parts[2] + at, mask=there, other=2147483647)
+    row_max = tl.max(part_max, 0)
+    wrong = (tl.min(top, 0) < 0) | (row_max == float("-inf"))
+    row_max = tl.where(wrong, 0.0, row_max)
+    live = there & (part_max > float("-inf"))
+    shrunk = tl.exp2((part_max - row_max) * exponent_scale(temperature))
+    mass = tl.sum(tl.where(live, part_sum * shrunk, 0.0), 0)
+    first = tl.min(tl.where(there & (part_max == row_max), top, 2147483647), 0)
+    return row_max, mass, first, wrong
+
+
+@triton.jit
+def store_row(rows, place, row_max, mass, first, wrong, greedy):
+    """Store a row that keeps all, or the first id of its maximum alone.
+
+    Args:
+        rows: pointers to maximum, mass, cut and flag.
+    """
+    tl.store(rows[0] + place, row_max)
+    tl.store(rows[1] + place, tl.where(greedy, 1.0, mass))
+    tl.store(rows[2] + place, tl.where(greedy, sort_key(row_max, first), KEEP_ALL))
+    tl.store(rows[3] + place, wrong.to(tl.int32))
+
+
+@triton.jit
+def store_unreached(rows, place):
+    """Store a row that can't be reached: as if it were good, with all ids."""
+    tl.store(rows[0] + place, 0.0)
+    tl.store(rows[1] + place, 1.0)
+    tl.store(rows[2] + place, KEEP_ALL)
+    tl.store(rows[3] + place, 0)
+
+
 @triton.jit(do_not_specialize=["K"])
 def accept_rows_kernel(
     max_ptr,  # [B * (K + 1)] float32
@@ -34,30 +78,14 @@ def accept_rows_kernel(
     """One row; those that can't be reached are marked as good: maximum 0, mass 1, all kept."""
     place = tl.program_id(0)
     b, j = place // (K + 1), place % (K + 1)
+    rows = (max_ptr, mass_ptr, cut_ptr, wrong_ptr)
     if tl.load(drafts_ptr + b * K + j - 1, mask=j > 0, other=0) < 0:
-        tl.store(max_ptr + place, 0.0)
-        tl.store(mass_ptr + place, 1.0)
-        tl.store(cut_ptr + place, KEEP_ALL)
-        tl.store(wrong_ptr + place, 0)
+        store_unreached(rows, place)
         return
-    chunk = tl.arange(0, CHUNKS)
-    there = chunk < C
-    part_max = tl.load(part_max_ptr + place * C + chunk, mask=there, other=float("-inf"))
-    part_sum = tl.load(part_sum_ptr + place * C + chunk, mask=there, other=0.0)
-    top = tl.load(part_top_ptr + place * C + chunk, mask=there, other=2147483647)
     temperature = tl.load(temperature_ptr + b)
-    row_max = tl.max(part_max, 0)
-    wrong = (tl.min(top, 0) < 0) | (row_max == float("-inf"))
-    row_max = tl.where(wrong, 0.0, row_max)
-    live = there & (part_max > float("-inf"))
-    shrunk = tl.exp2((part_max - row_max) * exponent_scale(temperature))
-    mass = tl.sum(tl.where(live, part_sum * shrunk, 0.0), 0)
-    first = tl.min(tl.where(there & (part_max == row_max), top, 2147483647), 0)
-    greedy = temperature == 0
-    tl.store(max_ptr + place, row_max)
-    tl.store(mass_ptr + place, tl.where(greedy, 1.0, mass))
-    tl.store(cut_ptr + place, tl.where(greedy, sort_key(row_max, first), KEEP_ALL))
-    tl.store(wrong_ptr + place, wrong.to(tl.int32))
+    parts = (part_max_ptr, part_sum_ptr, part_top_ptr)
+    row_max, mass, first, wrong = reduce_parts(parts, place, temperature, C, CHUNKS)
+    store_row(rows, place, row_max, mass, first, wrong, temperature == 0)
 
 
 ROWS = DirectKernel(accept_rows_kernel)

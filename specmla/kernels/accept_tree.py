@@ -63,18 +63,20 @@ def fused_accept_tree(
     """
     logits, table, drafts, q, seeds, positions = inputs
     (b, rows), k = table.shape, drafts.shape[1]
-    _, reduced, block = measure_rows(inputs, filters, block, slots)
+    known = measure_rows(inputs, filters, block, slots)
     is_match = rule == "sample_match"
-    options = {
+    options = known.slots | {
         "RULE": RULES["sample_match"] if is_match else RULES["token_level"],
         "DENSE": int(q is not None and not is_match),
+        "FILTER": int(filters.any_filter),
         "WIDTH": triton.next_power_of_2(rows),
-        "BLOCK": min(block, BLOCK),
+        "BLOCK": min(known.block, BLOCK),
     }
     packed = torch.empty((b, 2 * k + 3), dtype=torch.int64, device=logits.device)
     token, end = (torch.empty(b, dtype=torch.int64, device=logits.device) for _ in range(2))
     out, request = (packed, token, end), (filters.temperature, seeds, positions)
-    launch_walk(out, tree, (logits, table, drafts, q), reduced, request, options)
+    looked_at = (logits, table, drafts, q)
+    launch_walk(out, tree, looked_at, known.rows, known.held[1:], request, options)
     tokens, path, accepted, flag = packed.split((k + 1, k, 1, 1), dim=1)
-    row_max, row_mass = (part.view(b, rows) for part in reduced[:2])
+    row_max, row_mass = (part.view(b, rows) for part in known.rows[:2])
     return TreeAccepted(tokens, path, accepted[:, 0], flag[:, 0], token, end, row_max, row_mass)

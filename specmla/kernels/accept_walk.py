@@ -42,6 +42,8 @@ def accept_walk_kernel(
     mass_ptr,  # [B * (K + 1)] float32
     cut_ptr,  # [B * (K + 1)] int64
     wrong_ptr,  # [B * (K + 1)] int32
+    found_id_ptr,  # [B * (K + 1), SLOTS] int32, if FILTER
+    number_ptr,  # [B * (K + 1)] int32, if FILTER
     temperature_ptr,  # [B] float32
     seed_ptr,  # [B] int64
     position_ptr,  # [B] int64
@@ -50,12 +52,16 @@ def accept_walk_kernel(
     C,
     RULE: tl.constexpr,
     DENSE: tl.constexpr,
+    FILTER: tl.constexpr,
     WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FEW: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One request; under every row of the path its children are tried by rank."""
     b, n = tl.program_id(0), tl.arange(0, WIDTH)
+    SIZE: tl.constexpr = FEW if FILTER else BLOCK
     temperature = tl.load(temperature_ptr + b)
     scale, greedy = exponent_scale(temperature), temperature == 0
     seed, position = tl.load(seed_ptr + b), tl.load(position_ptr + b)
@@ -78,6 +84,10 @@ def accept_walk_kernel(
                 tl.load(cut_ptr + place),
                 scale,
             )
+            number = 0 * at
+            if FILTER:
+                number = tl.load(number_ptr + place)
+            held = (found_id_ptr, place.to(tl.int64) * SLOTS, number)
             node, stands, takes, more = 0 * at - 1, none != 0, none != 0, none != 0
             if RULE != MATCH:
                 node = tl.max(tl.where((parent == at) & (rank == tried), n, -1), 0)
@@ -89,7 +99,10 @@ def accept_walk_kernel(
                 if DENSE:
                     norm = tl.where(n == node, mass, norm)
                 taken = bits | (takes.to(tl.int64) << tl.maximum(node, 0))
-                found = left_masses(row, taken, norm, refs, DENSE, CHUNKS, BLOCK)
+                if held[2] > 0:
+                    found = left_masses(held, row, taken, norm, refs, DENSE, FILTER, CHUNKS, SIZE)
+                else:
+                    found = left_masses(held, row, taken, norm, refs, DENSE, False, CHUNKS, BLOCK)
                 total = tl.sum(found, 0)
                 if total != 0:  # else q covers what is left: rounding alone refused the child
                     bits, mass, masses = taken, total.to(tl.float32), found
@@ -99,7 +112,14 @@ def accept_walk_kernel(
                     u = uniform(seed, position, 0, CORRECTION)
                     if RULE == MATCH:
                         u = uniform(seed, position + stand, 0, TARGET)
-                    token, good = draw_left(u, masses, row, bits, norm, refs, DENSE, CHUNKS, BLOCK)
+                    if held[2] > 0:
+                        token, good = draw_left(
+                            u, masses, held, row, bits, norm, refs, DENSE, FILTER, CHUNKS, SIZE
+                        )
+                    else:
+                        token, good = draw_left(
+                            u, masses, held, row, bits, norm, refs, DENSE, False, CHUNKS, BLOCK
+                        )
             if RULE == MATCH:
                 node = tl.min(tl.where((parent == at) & (draft == token), n, WIDTH), 0)
                 stands = node < WIDTH
@@ -131,6 +151,7 @@ def launch_walk(
     tree: tuple[Tensor, Tensor, Tensor],
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
     rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    held: tuple[Tensor | None, Tensor | None],
     request: tuple[Tensor, Tensor, Tensor],
     options: dict[str, int],
 ) -> None:
@@ -141,6 +162,7 @@ def launch_walk(
         tree: parents, ranks and depths [B, K].
         inputs: logits, table, drafts and q.
         rows: maximum, mass, cut and flag of each row.
+        held: ids and number of what is held, or None without filters.
         request: temperature, seed and position.
         options: constants of the kernel.
     """
@@ -153,12 +175,13 @@ def launch_walk(
             *tree,
             *inputs,
             *rows,
+            *held,
             *request,
             drafts.shape[1],
             logits.shape[1],
             chunks,
             **options,
-            CHUNKS=triton.next_power_of_2(chunks),
+            CHUNKS=triton.next_power_of_2(max(chunks, options["SLOTS"] // options["FEW"])),
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )

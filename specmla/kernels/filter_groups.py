@@ -1,0 +1,78 @@
+"""Filter: which groups of ids can hold an id that is kept, judged by what the first pass left.
+
+A chunk is cut into groups of GROUP ids; the first pass keeps the maximum of each and its weight.
+Where k groups have a maximum of at least t, k ids do: the largest such t bounds the k-th id from
+below, and only the few groups that reach it are ever read again. For top-p a group that reaches t
+has at least the weight of its maximum, and at least its own less what the others can weigh below t.
+"""
+
+# Kernel bodies are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specmla.kernels.accept_prims import order_bits, ordered_logit
+
+GROUP = 32
+"""Ids of a group, but no more than a chunk has."""
+
+LOWEST = tl.constexpr(-(2**31) + 2**23)
+"""`order_bits` of the least finite number: what is -inf is never kept."""
+
+SLACK = tl.constexpr(0.999)
+"""Of the mass that top-p may leave out, the part used: float32 sums round by far less."""
+
+
+@triton.jit
+def is_searched(top_k, top_p, W):
+    """Whether a request keeps the top ids only, by number or mass."""
+    return ((top_k > 0) & (top_k < W)) | (top_p < 1)
+
+
+@triton.jit
+def is_filtered(temperature, top_k, top_p, min_p, W):
+    """Whether a request that is not greedy may leave ids out."""
+    return (temperature > 0) & (is_searched(top_k, top_p, W) | (min_p > 0))
+
+
+@triton.jit
+def least_by_number(top, order_max, top_k):
+    """Give the largest found t, as `order_bits`, that top_k maxima [G] reach."""
+    low, high = tl.full((), LOWEST, tl.int64), order_max.to(tl.int64) + 1
+    for _ in range(32):
+        if high - low > 1:
+            middle = (low + high) >> 1
+            number = tl.sum((top >= middle).to(tl.int32), 0)
+            reaches = number >= top_k
+            low = tl.where(reaches, middle, low)
+            # A quarter more than asked for is near enough: the cut itself is found among ids.
+            near = reaches & (number <= top_k + top_k // 4)
+            high = tl.where(near, low + 1, tl.where(reaches, high, middle))
+    return low.to(tl.int32)
+
+
+@triton.jit
+def least_by_mass(top, weight, row_max, scale, mass, top_p, GROUP: tl.constexpr):
+    """Give the largest found t, as `order_bits`, above which top_p of the mass lies for certain.
+
+    Args:
+        top: [G] `order_bits` of the maxima.
+        weight: [G] of the groups, relative to the row's maximum, `mass` in all.
+    """
+    target = mass - SLACK * (1.0 - top_p) * mass
+    own = tl.exp2((ordered_logit(top) - row_max) * scale)
+    low, high = tl.full((), LOWEST, tl.int64), order_bits(row_max).to(tl.int64) + 1
+    for _ in range(32):
+        if high - low > 1:
+            middle = (low + high) >> 1
+            below = tl.exp2((ordered_logit(middle.to(tl.int32)) - row_max) * scale)
+            sure = tl.maximum(own, weight - (GROUP - 1) * below)
+            got = tl.sum(tl.where(top >= middle, sure, 0.0), 0)
+            reaches = got >= target
+            low = tl.where(reaches, middle, low)
+            near = reaches & (got <= target + 0.01 * mass)
+            high = tl.where(near, low + 1, tl.where(reaches, high, middle))
+    return low.to(tl.int32)

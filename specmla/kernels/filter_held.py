@@ -1,0 +1,120 @@
+"""Filter: the ids of a row that may be kept, held in slots in the order of ids."""
+
+# Kernel bodies are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specmla.kernels.accept_prims import KEEP_ALL, load_logits, order_bits, sort_key
+
+FEW = 8
+"""A row that fills no more than this part of its slots looks at no others."""
+
+TILE = 128
+"""Groups that are read at a time, but no more than there are slots."""
+
+
+@triton.jit
+def hold_ids(
+    held, place, least, top, logits_ptr, row, W,
+    SLOTS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Hold the ids whose `order_bits` are at least `least`, and give how many there are.
+
+    More than SLOTS: they are not all held.
+
+    Args:
+        held: pointers to logits, ids and groups [places, SLOTS].
+        top: [G] `order_bits` of the groups' maxima.
+    """
+    found_ptr, found_id_ptr, group_ptr = held
+    at = place.to(tl.int64) * SLOTS
+    chosen = top >= least
+    # Every group that is chosen holds an id: there are no fewer ids than groups.
+    number = tl.sum(chosen.to(tl.int32), 0)
+    if number <= SLOTS:
+        groups = number
+        slot = tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(group_ptr + at + slot, tl.arange(0, top.shape[0]), mask=chosen)
+        tl.debug_barrier()
+        number = groups * 0
+        for start in range(0, groups, TILE):
+            lane = start + tl.arange(0, TILE)
+            group = tl.load(group_ptr + at + lane, mask=lane < groups, other=0)
+            ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            ids = tl.where((lane < groups)[:, None], ids, W)
+            ids = tl.reshape(ids, [TILE * GROUP])
+            x = load_logits(logits_ptr, row, ids, W)
+            mine = (order_bits(x) >= least) & (ids < W)
+            slot = number + tl.cumsum(mine.to(tl.int32), 0) - 1
+            use = mine & (slot < SLOTS)
+            tl.store(found_ptr + at + slot, x, mask=use)
+            tl.store(found_id_ptr + at + slot, ids, mask=use)
+            number += tl.sum(mine.to(tl.int32), 0)
+        tl.debug_barrier()
+    return number
+
+
+@triton.jit
+def load_held(held, place, start, number, W, SLOTS: tl.constexpr, SIZE: tl.constexpr):
+    """Give SIZE logits and ids that are held of a row from `start` on; -inf, W after the last."""
+    slot = start + tl.arange(0, SIZE)
+    at = place.to(tl.int64) * SLOTS + slot
+    x = tl.load(held[0] + at, mask=slot < number, other=float("-inf"))
+    return x, tl.load(held[1] + at, mask=slot < number, other=W)
+
+
+@triton.jit
+def top_part(target, least, high, ordered, weight):
+    """Tell which ids [N] are the fewest of the top whose weight reaches the target.
+
+    All, if the sum of all rounds below it.
+
+    Args:
+        target: of the sum, in the type of the weights.
+        least, high: int64; all `ordered` that weigh lie from `least` to below `high`.
+        ordered: [N] `order_bits`, equal ones by rising id.
+        weight: [N], 0 where an id is out of the question.
+    """
+    low = least
+    for _ in range(32):
+        if high - low > 1:
+            middle = (low + high) >> 1
+            reaches = tl.sum(tl.where(ordered >= middle, weight, 0), 0) >= target
+            low = tl.where(reaches, middle, low)
+            high = tl.where(reaches, high, middle)
+    above = tl.sum(tl.where(ordered > low, weight, 0), 0)
+    equal = tl.where(ordered == low, weight, 0)
+    before = above + tl.cumsum(equal, 0) - equal
+    return (ordered > low) | ((ordered == low) & (before < target))
+
+
+@triton.jit
+def cut_held(
+    held, place, number, mass, row_max, scale, least_key, top_k, top_p, W,
+    SLOTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Give cut and mass of a row of which all ids that matter are held.
+
+    Args:
+        mass: of all ids of the row; what top-p is a part of, unless ids are left out before.
+        least_key: what min-p leaves, or all.
+    """
+    x, ids = load_held(held, place, 0, number, W, SLOTS, SIZE)
+    ordered, keys = order_bits(x), sort_key(x, ids)
+    live = (tl.arange(0, SIZE) < number) & (keys >= least_key)
+    low = tl.min(tl.where(live, ordered, 2147483647), 0).to(tl.int64)
+    high = order_bits(row_max).to(tl.int64) + 1
+    by_number = (top_k > 0) & (top_k < W)
+    if by_number:
+        live = live & top_part(top_k.to(tl.int32), low, high, ordered, live.to(tl.int32))
+    weight = tl.where(live, tl.exp2((x - row_max) * scale), 0.0).to(tl.float64)
+    if by_number | (least_key > KEEP_ALL):
+        mass = tl.sum(weight, 0)
+    if top_p < 1:
+        live = live & top_part(tl.maximum(top_p * mass, 1.0e-30), low, high, ordered, weight)
+    cut = tl.min(tl.where(live, keys, 9223372036854775807), 0)
+    return cut, tl.sum(tl.where(live, weight, 0.0), 0)

@@ -1,0 +1,183 @@
+"""Filter: maximum, cut and mass of each row, and the ids that it may keep, by one program a row.
+
+What `accept_rows` does, for steps in which some request keeps the top ids only. The row itself is
+read once more only where a group of ids can hold one that is kept (`filter_groups`).
+"""
+
+# Kernel bodies are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specmla.kernels.accept_prims import KEEP_ALL, exponent_scale, order_bits, sort_key
+from specmla.kernels.accept_rows import reduce_parts, store_row, store_unreached
+from specmla.kernels.direct import DirectKernel
+from specmla.kernels.filter_groups import LOWEST, is_filtered, least_by_mass, least_by_number
+from specmla.kernels.filter_held import FEW, TILE, cut_held, hold_ids
+from specmla.kernels.filter_search import cut_row
+
+NUM_WARPS = 8
+
+
+@triton.jit
+def least_held(
+    top, groups, place, row_max, scale, mass, top_k, top_p, min_p, edge, W, C,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Give `order_bits` of a logit such that no id below it is kept.
+
+    Args:
+        top: [G] `order_bits` of the maxima of groups.
+        groups: pointers to the weights of groups, and to the maxima of chunks that they refer to.
+        edge: `order_bits` of the least logit that min-p keeps.
+    """
+    least = edge
+    if (top_k > 0) & (top_k < W):
+        least = tl.maximum(least_by_number(top, order_bits(row_max), top_k), edge)
+    elif min_p == 0:
+        group = tl.arange(0, top.shape[0])
+        chunk = group // (BLOCK // GROUP)
+        there = chunk < C
+        sums = tl.load(groups[0] + place.to(tl.int64) * C * (BLOCK // GROUP) + group, mask=there)
+        chunk_max = tl.load(groups[1] + place * C + chunk, mask=there, other=float("-inf"))
+        live = there & (chunk_max > float("-inf"))
+        weight = tl.where(live, sums * tl.exp2((chunk_max - row_max) * scale), 0.0)
+        least = least_by_mass(top, weight, row_max, scale, mass, top_p, GROUP)
+    return least
+
+
+@triton.jit(do_not_specialize=["K"])
+def filter_rows_kernel(
+    max_ptr,  # [B * (K + 1)] float32
+    mass_ptr,  # [B * (K + 1)] float32, sum of exponents of what is kept
+    cut_ptr,  # [B * (K + 1)] int64, least key that is kept
+    wrong_ptr,  # [B * (K + 1)] int32, 1 where the row has no distribution
+    found_ptr,  # [B * (K + 1), SLOTS] float32, logits that may be kept
+    found_id_ptr,  # [B * (K + 1), SLOTS] int32, their ids, rising
+    number_ptr,  # [B * (K + 1)] int32, how many; 0: none are held
+    group_ptr,  # [B * (K + 1), SLOTS] int32, scratch
+    group_max_ptr,  # [B * (K + 1), C * BLOCK / GROUP] float32
+    group_sum_ptr,  # [B * (K + 1), C * BLOCK / GROUP] float32
+    part_max_ptr,  # [B * (K + 1), C] float32
+    part_sum_ptr,  # [B * (K + 1), C] float32
+    part_top_ptr,  # [B * (K + 1), C] int32
+    logits_ptr,  # [R, W]
+    table_ptr,  # [B, K + 1] int64
+    drafts_ptr,  # [B, K] int64
+    temperature_ptr,  # [B] float32
+    top_k_ptr,  # [B] int64
+    top_p_ptr,  # [B] float32
+    min_p_ptr,  # [B] float32
+    K,
+    W,
+    C,
+    SLOTS: tl.constexpr,
+    FEW: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row; those that can't be reached are marked as good: maximum 0, mass 1, all kept."""
+    place = tl.program_id(0)
+    b, j = place // (K + 1), place % (K + 1)
+    rows, parts = (
+        (max_ptr, mass_ptr, cut_ptr, wrong_ptr),
+        (part_max_ptr, part_sum_ptr, part_top_ptr),
+    )
+    tl.store(number_ptr + place, 0)
+    if tl.load(drafts_ptr + b * K + j - 1, mask=j > 0, other=0) < 0:
+        store_unreached(rows, place)
+        return
+    temperature, min_p = tl.load(temperature_ptr + b), tl.load(min_p_ptr + b)
+    top_k, top_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b).to(tl.float64)
+    row_max, mass, first, wrong = reduce_parts(parts, place, temperature, C, CHUNKS)
+    if wrong | (is_filtered(temperature, top_k, top_p, min_p, W) == 0):
+        store_row(rows, place, row_max, mass, first, wrong, temperature == 0)
+        return
+    scale, row = exponent_scale(temperature), tl.load(table_ptr + place)
+    edge = row_max + tl.log2(min_p) / scale
+    # The key of an id past all of this logit's: what min-p keeps is above it.
+    least_key = tl.where(min_p > 0, sort_key(edge, place * 0 + W), KEEP_ALL)
+    edge = tl.maximum(tl.where(min_p > 0, order_bits(edge), LOWEST), LOWEST)
+    group = tl.arange(0, CHUNKS * (BLOCK // GROUP))
+    at = place.to(tl.int64) * C * (BLOCK // GROUP) + group
+    there = group < C * (BLOCK // GROUP)
+    top = order_bits(tl.load(group_max_ptr + at, mask=there, other=float("-inf")))
+    least = least_held(
+        top, (group_sum_ptr, part_max_ptr), place, row_max, scale, mass, top_k, top_p, min_p, edge,
+        W, C, GROUP, BLOCK,
+    )  # fmt: skip
+    held = (found_ptr, found_id_ptr, group_ptr)
+    number = hold_ids(held, place, least, top, logits_ptr, row, W, SLOTS, TILE, GROUP)
+    mass = mass.to(tl.float64)
+    if number <= FEW:
+        cut, mass = cut_held(
+            held, place, number, mass, row_max, scale, least_key, top_k, top_p, W, SLOTS, FEW
+        )
+    elif number <= SLOTS:
+        cut, mass = cut_held(
+            held, place, number, mass, row_max, scale, least_key, top_k, top_p, W, SLOTS, SLOTS
+        )
+    else:
+        cut, mass = cut_row(
+            logits_ptr, row, mass, row_max, scale, least_key, top_k, top_p, W, C, BLOCK
+        )
+    tl.store(number_ptr + place, tl.where(number <= SLOTS, number, 0))
+    tl.store(max_ptr + place, row_max)
+    tl.store(mass_ptr + place, mass.to(tl.float32))
+    tl.store(cut_ptr + place, cut)
+    tl.store(wrong_ptr + place, 0)
+
+
+ROWS = DirectKernel(filter_rows_kernel)
+
+
+def launch_filter_rows(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    held: tuple[Tensor, Tensor, Tensor],
+    parts: tuple[Tensor, Tensor, Tensor],
+    groups: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    sampling: tuple[Tensor, Tensor, Tensor, Tensor],
+    block: int,
+    group: int,
+) -> None:
+    """Fill what is known of each row.
+
+    Args:
+        rows: maximum, mass, cut and flag [B * (K + 1)].
+        held: logits, ids [B * (K + 1), SLOTS] and number [B * (K + 1)].
+        parts, groups: what the first pass left.
+        inputs: logits, table and drafts.
+        sampling: temperature, top_k, top_p and min_p [B].
+        block, group: ids of a chunk, and of a group.
+    """
+    logits, slots, chunks = inputs[0], held[0].shape[1], parts[0].shape[1]
+    with torch.cuda.device_of(logits):
+        ROWS.launch(
+            (len(rows[0]),),
+            *rows,
+            *held,
+            torch.empty_like(held[1]),
+            *groups,
+            *parts,
+            *inputs,
+            *sampling,
+            inputs[2].shape[1],
+            logits.shape[1],
+            chunks,
+            SLOTS=slots,
+            FEW=max(slots // FEW, 1),
+            TILE=min(TILE, slots),
+            GROUP=group,
+            CHUNKS=triton.next_power_of_2(chunks),
+            BLOCK=block,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
