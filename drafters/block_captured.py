@@ -60,19 +60,26 @@ class CapturableBlocks:
             return None
         with self._undone_by_errors(wanted):
             self._reserve(wanted)
-            graph.inputs.fill([self._take(w, self._graphs.most_rows) for w in wanted])
+            graph.inputs.fill(*self._take(wanted, self._graphs.most_rows))
             drawn = self._graphs.run(graph, batch)
         self._keep(wanted)
         return drawn
 
-    def _take(self, w: Wanted, most: int) -> BlockRun:
-        """Take a request's new context rows; more than `most` are stored at once."""
-        known, tokens = self._log[w.request_id], w.request.tokens
-        start, states = known.stored - known.first, self._log.take([w.request_id])
-        if len(states) > most:
-            self._store_behind(w.request_id, start, states)
-            start, states = start + len(states), states[:0]
-        return BlockRun(w.request_id, start, states, tokens[-1], len(tokens) - 1, w.drafts)
+    def _take(self, wanted: Sequence[Wanted], most: int) -> tuple[list[BlockRun], Tensor | None]:
+        """Take the new context rows of requests; those of one with more than `most` are stored at
+        once."""
+        log, runs, short = self._log, list[BlockRun](), list[Hashable]()
+        for w in wanted:
+            known, name, tokens = log[w.request_id], w.request_id, w.request.tokens
+            start, count = known.stored - known.first, known.num_pending
+            if count > most:
+                self._store_behind(name, start, log.take([name]))
+                start, count = start + count, 0
+            elif count:
+                short.append(name)
+            runs.append(BlockRun(name, start, count, tokens[-1], len(tokens) - 1, w.drafts))
+        # At once: a copy and a launch for each request would take most of a small step.
+        return runs, log.take(short) if short else None
 
     @contextmanager
     def _undone_by_errors(self, wanted: Sequence[Wanted]) -> Iterator[None]:

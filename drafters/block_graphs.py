@@ -7,7 +7,8 @@ prompt, steps without drafts), all of them are stored before it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specmla import (
@@ -33,7 +34,7 @@ class BlockRun(NamedTuple):
     Attributes:
         request_id: its name in the cache.
         stored: context rows that are in the cache; the new ones follow.
-        states: [n, F], the target's states of the new ones.
+        num_new: of the new ones.
         token: the anchor's.
         anchor: the anchor's position in the sequence.
         drafts: how many.
@@ -41,7 +42,7 @@ class BlockRun(NamedTuple):
 
     request_id: Any
     stored: int
-    states: Tensor
+    num_new: int
     token: int
     anchor: int
     drafts: int
@@ -78,41 +79,36 @@ class BlockInputs:
         """Drafts of each request [B]."""
         return self.metadata.along["counts"]
 
-    def fill(self, runs: Sequence[BlockRun]) -> None:
-        """Write what requests bring; pages for their rows and blocks are reserved."""
-        cache, bucket, most = self._cache, self.metadata.bucket, self._most
-        lens = [len(run.states) for run in runs]
-        slots, positions, places = array("q"), array("q"), array("q")
-        for i, (run, count) in enumerate(zip(runs, lens, strict=True)):
-            end, spare = run.stored + count, [0] * (most - count)
-            slots.extend(cache.slots(run.request_id, run.stored, end))
-            slots.extend([-1] * len(spare))
-            positions.extend([*range(run.stored, end), *spare])
-            places.extend(range(i * most, i * most + count))
+    def fill(self, runs: Sequence[BlockRun], states: Tensor | None) -> None:
+        """Write what requests bring; pages for their rows and blocks are reserved.
+
+        Args:
+            runs: the requests.
+            states: [R, F], the target's states of their new rows, in order; None without any.
+        """
+        cache, bucket, most, size = self._cache, self.metadata.bucket, self._most, self._size
+        slots, positions, places = list[Iterable[int]](), list[Iterable[int]](), array("q")
+        rows = []
+        for i, run in enumerate(runs):
+            end, spare = run.stored + run.num_new, most - run.num_new
+            pages = cache.pages(run.request_id)
+            slots += [*cache.slot_runs(pages, run.stored, end), repeat(-1, spare)]
+            positions += [range(run.stored, end), repeat(0, spare)]
+            places.extend(range(i * most, i * most + run.num_new))
+            rows.append(RequestRows(RequestKind.VERIFY, size, end + size, pages))
         missing = array("q", [0]) * (bucket.num_requests - len(runs))
         along = {
-            "slots": slots + array("q", [-1]) * (most * len(missing)),
-            "positions": positions + missing * most,
+            "slots": array("q", chain(*slots, repeat(-1, most * len(missing)))),
+            "positions": array("q", chain(*positions, missing * most)),
             "places": places + array("q", [0]) * (bucket.num_requests * most - len(places)),
             "tokens": array("q", [run.token for run in runs]) + missing,
             "anchors": array("q", [run.anchor for run in runs]) + missing,
             "counts": array("q", [run.drafts for run in runs]) + missing,
         }
-        size = self._size
-        rows = [
-            RequestRows(
-                RequestKind.VERIFY, size, run.stored + n + size, cache.pages(run.request_id)
-            )
-            for run, n in zip(runs, lens, strict=True)
-        ]
         self.metadata.for_replay(rows, along)
-        at = 0
-        sent = self.metadata.along["places"]
-        for run, count in zip(runs, lens, strict=True):
-            if count:
-                states = run.states.to(self.states.dtype)
-                self.states.index_copy_(0, sent[at : at + count], states)
-            at += count
+        if states is not None:
+            at = self.metadata.along["places"][: len(states)]
+            self.states.index_copy_(0, at, states.to(self.states.dtype))
 
 
 class BlockGraphs(DraftGraphs[BlockInputs]):

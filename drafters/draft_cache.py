@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 
@@ -107,16 +108,21 @@ class DraftCache:
 
     def slots(self, request_id: Hashable, start: int, end: int) -> array[int]:
         """Give the slots of rows `start` .. `end` - 1."""
-        size, pages, slots = self.blocks.page_size, self.pages(request_id), array("q")
-        for page in range(start // size, -(-end // size)):
-            base = pages[page] * size - page * size
-            slots.extend(range(base + max(start, page * size), base + min(end, (page + 1) * size)))
-        return slots
+        return array("q", chain.from_iterable(self.slot_runs(self.pages(request_id), start, end)))
+
+    def slot_runs(self, pages: Sequence[int], start: int, end: int) -> Iterator[range]:
+        """Give the slots of rows `start` .. `end` - 1 in these pages, a run a page."""
+        size = self.blocks.page_size
+        while start < end:
+            cell = start // size
+            stop = min(end, (cell + 1) * size)
+            shift = (pages[cell] - cell) * size
+            yield range(start + shift, stop + shift)
+            start = stop
 
     def keep(self, request_id: Hashable, length: int) -> None:
         """Keep the first `length` rows of a request and give all pages after them back."""
         self.blocks.commit(request_id, length, self._unnamed)
-        self.blocks.roll_back(request_id, length)
 
     def drop(self, request_id: Hashable) -> None:
         """Give all pages of a request back; unknown names are ignored."""

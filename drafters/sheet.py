@@ -92,15 +92,17 @@ def drawn_proposal(
     """Give the proposal of a captured draw, its rows those of `wanted`; a copy, to be kept."""
     count, width = len(wanted), wanted[0].drafts
     names = [w.request_id for w in wanted] + [r.request_id for r in others]
-    tokens = drawn.tokens.new_full((len(names), width), -1)
-    tokens[:count] = drawn.tokens[:count, :width]
-    probs = drawn.probs
-    if probs is not None:
-        kept = probs.new_zeros(len(names), width, probs.shape[2])
-        kept[:count] = probs[:count, :width]
-        probs = kept
     counts = [w.drafts for w in wanted] + [0] * len(others)
+    tokens = _copied(drawn.tokens[:count, :width], len(others), -1)
+    probs = None if drawn.probs is None else _copied(drawn.probs[:count, :width], len(others), 0)
     return DraftProposal(tuple(names), tuple(counts), tokens, probs)
+
+
+def _copied(rows: Tensor, missing: int, fill: int) -> Tensor:
+    """Copy rows, and put `missing` ones of `fill` behind them."""
+    if not missing:
+        return rows.clone(memory_format=torch.contiguous_format)
+    return torch.cat((rows, rows.new_full((missing, *rows.shape[1:]), fill)))
 
 
 def split_wanted(

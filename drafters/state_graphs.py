@@ -83,22 +83,34 @@ class StateGraphs:
         graph = self._chains.find([w.drafts for w in wanted], batch)
         if graph is None:
             return None
-        states = [self._log.take([w.request_id]) for w in wanted]
-        most, pending = self._chains.most_rows, []
-        behind = [i for i, r in enumerate(rows) if r.query_len > most]
-        self._catch_up([(wanted[i], rows[i], states[i]) for i in behind])
-        for w, r, given in zip(wanted, rows, states, strict=True):
-            fed = r.query_len if r.query_len <= most else 1
-            r = r._replace(kind=RequestKind.VERIFY, query_len=fed)
+        states, most = self._log.take(w.request_id for w in wanted), self._chains.most_rows
+        if max(r.query_len for r in rows) > most:
+            rows, states = self._catch_up(wanted, rows, states)
+        pending = []
+        for w, r in zip(wanted, rows, strict=True):
+            if r.kind is not RequestKind.VERIFY:
+                r = r._replace(kind=RequestKind.VERIFY)
             tokens = w.request.tokens
-            pending.append((PendingRows(r, tokens[-fed:], w.drafts, len(tokens) - 1), given[-fed:]))
-        given = torch.cat([g for _, g in pending])
-        return self._chains.draft(graph, [p for p, _ in pending], batch, given)
+            pending.append(PendingRows(r, tokens[-r.query_len :], w.drafts, len(tokens) - 1))
+        return self._chains.draft(graph, pending, batch, states)
 
-    def _catch_up(self, behind: Sequence[tuple[Wanted, RequestRows, Tensor]]) -> None:
+    def _catch_up(
+        self, wanted: Sequence[Wanted], rows: Sequence[RequestRows], states: Tensor
+    ) -> tuple[list[RequestRows], Tensor]:
+        """Run all rows but the last of requests with more than a graph holds; give what is left."""
+        assert self._chains is not None
+        parts = list(states.split([r.query_len for r in rows]))
+        left = list(rows)
+        behind: list[tuple[Wanted, RequestRows, Tensor]] = []
+        for i, (w, r) in enumerate(zip(wanted, rows, strict=True)):
+            if r.query_len > self._chains.most_rows:
+                behind.append((w, r, parts[i]))
+                left[i], parts[i] = r._replace(query_len=1), parts[i][-1:]
+        self._run_behind(behind)
+        return left, torch.cat(parts)
+
+    def _run_behind(self, behind: Sequence[tuple[Wanted, RequestRows, Tensor]]) -> None:
         """Run all rows of these requests but the last."""
-        if not behind:
-            return
         # As the metadata orders them: verifies, then prompts.
         ordered = sorted(behind, key=lambda b: b[1].kind is RequestKind.PROMPT)
         rows = [r._replace(query_len=r.query_len - 1, seq_len=r.seq_len - 1) for _, r, _ in ordered]

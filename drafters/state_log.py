@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,7 @@ class KnownStates:
         stored: the first position that the drafter's cache has no true row of.
         end: the first position after the run.
         pending: states [., F] of `stored` .. `end` - 1.
-        last: [1, F], of the row before `stored`, if there was one.
+        last: [., F], whose last row is that of the row before `stored`, if there was one.
     """
 
     first: int
@@ -93,7 +93,7 @@ class StateLog:
         for request_id in request_ids:
             run = self._runs[request_id]
             if not run.pending and run.last is not None:
-                run.pending, run.stored = [run.last], run.end - 1
+                run.pending, run.stored = [run.last[-1:]], run.end - 1
 
     def take(self, request_ids: Iterable[Hashable]) -> Tensor:
         """Give the pending states [R, F] of requests, one after the other, as stored from now."""
@@ -102,20 +102,21 @@ class StateLog:
             run = self._runs[request_id]
             taken += run.pending
             newest = run.pending[-1]
-            # A view would keep all states of a prompt.
-            run.last = newest[-1:] if len(newest) <= _FEW else newest[-1:].clone()
+            # A view would keep all states of a prompt; a slice of a few rows takes time.
+            run.last = newest if newest.shape[0] <= _FEW else newest[-1:].clone()
             run.pending, run.stored = [], run.end
-        return torch.cat(taken)
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     @contextmanager
     def undone_by_errors(self, request_ids: Iterable[Hashable]) -> Iterator[None]:
         """Hold these requests' states again if what takes them inside fails."""
-        names = list(request_ids)
-        runs = [replace(self._runs[name], pending=self._runs[name].pending[:]) for name in names]
+        runs = [self._runs[name] for name in request_ids]
+        held = [(run.stored, run.pending, run.last) for run in runs]  # `take` makes a new list
         try:
             yield
         except BaseException:
-            self._runs.update(zip(names, runs, strict=True))
+            for run, state in zip(runs, held, strict=True):
+                run.stored, run.pending, run.last = state
             raise
 
     def forget(self, request_id: Hashable) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 
-import torch
 from torch import Tensor
 
-from specmla.staging import send
+from specmla.staging import send_arrays
 from specmla.verify.plan import StepPlan
 from specmla.verify.proposal import HiddenRows, RequestResult
 
@@ -25,7 +26,7 @@ def committed_rows(plan: StepPlan, results: Sequence[RequestResult], states: Ten
         results: what `VerifyStep.commit` gave for it.
         states: [T, F] of all its rows.
     """
-    starts, counts, has_paths = [], [], False
+    starts, counts = [], []
     parts: list[Sequence[int]] = []
     for request, result, row in zip(
         plan.requests, results, plan.metadata.query_start[:-1], strict=True
@@ -39,9 +40,6 @@ def committed_rows(plan: StepPlan, results: Sequence[RequestResult], states: Ten
         else:
             place = {node: row + 1 + i for i, node in enumerate(request.tree.nodes)}
             parts.append([row, *(place[node] for node in result.path[: count - 1])])
-            has_paths = True
-    if has_paths:
-        index = send(torch.tensor([at for part in parts for at in part]), states.device)
-        return HiddenRows(states.index_select(0, index), tuple(starts), tuple(counts))
-    picked = torch.cat([states[part[0] : part[0] + len(part)] for part in parts])
-    return HiddenRows(picked, tuple(starts), tuple(counts))
+    # One index: a slice for each request would take longer.
+    rows = send_arrays({"rows": array("q", chain.from_iterable(parts))}, states.device)["rows"]
+    return HiddenRows(states.index_select(0, rows), tuple(starts), tuple(counts))

@@ -6,11 +6,14 @@ from random import Random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specmla import Bucket, SamplingParams
+from specmla.verify import draft_graphs
 from specmla.verify.draft_graphs import DraftGraphs
 from tests.drafters import test_eagle3, test_neural
 from tests.drafters.guards import guarded as guarded
+from tests.drafters.kinds import maker
 from tests.drafters.networks import tiny_target
 from tests.drafters.test_captured_drafts import loop
 from tests.e2e.conftest import make_step, prompts, run
@@ -125,6 +128,53 @@ def test_a_replay_reads_nothing_back(target, kind, guarded):
     drafter, step, _, _ = make(target, kind)
     loop(target, prompts(3, temperature=1.0), drafter, graphs=True, step=step)
     assert len(guarded) > 5
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run, those of a graph apart."""
+
+    count = 0
+    is_replay = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        Operators.count += not Operators.is_replay
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_around_a_replay_do_not_grow_with_the_batch(kind, monkeypatch):
+    """On a GPU each is a launch: one for each request would take longer than a small network."""
+
+    def record(call, device, pool=None):
+        def replay():
+            Operators.is_replay = True
+            try:
+                return call()
+            finally:
+                Operators.is_replay = False
+
+        return replay
+
+    monkeypatch.setattr(draft_graphs, "record", record)
+    target, counts = tiny_target().double(), []
+    for size in (2, 6):
+        step = make_step(target, 4, num_pages=400, num_draft_layers=1)
+        drafter = maker(target, kind, 400)(step)
+        drafter.capture([Bucket(size, 5)], [SamplingParams()])
+        real, seen = drafter.propose, []
+
+        def propose(requests, real=real, seen=seen, size=size):
+            before = Operators.count
+            with Operators():
+                proposal = real(requests)
+            if len(proposal.counts) == size and min(proposal.counts) > 0:
+                seen.append(Operators.count - before)
+            return proposal
+
+        drafter.propose = propose
+        run(target, prompts(size, 12), drafter, 4, step)
+        counts.append(min(seen))  # the first one may have more to catch up with
+    assert counts[0] == counts[1] > 3
 
 
 def test_dspark_ends_its_blocks_where_it_would_without_graphs(target, replays):
