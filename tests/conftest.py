@@ -20,7 +20,9 @@ def _poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     def poison(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
             out = allocate(*args, **kwargs)
-            return out.fill_(float("nan")) if out.is_floating_point() else out
+            if out.is_floating_point():
+                out.detach().fill_(float("nan"))  # a leaf that requires grad may not be written
+            return out
 
         return poisoned
 

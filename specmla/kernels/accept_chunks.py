@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specmla.kernels.accept_prims import drawn_from, load_logits, pick
+from specmla.kernels.accept_prims import KEEP_ALL, drawn_from, load_logits, pick
 
 
 @triton.jit
@@ -80,3 +80,23 @@ def draw_chunk(
     )  # fmt: skip
     token = chunk * BLOCK + pick(weight, tl.maximum((u * total - start) / mine, 0.0))
     return token, (total > 0) & (total < 1.0e30)
+
+
+@triton.jit
+def draw_all(
+    u, mass_at, parts, place, row, refs, drawn,
+    FILTER: tl.constexpr, DENSE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draw a token from a row that may keep any id; tell whether there was something.
+
+    mass_at: pointer to the masses of its chunks, if DENSE.
+    """
+    chunks = tl.arange(0, CHUNKS)
+    if DENSE:
+        mass = tl.load(mass_at + chunks, mask=chunks < refs[2], other=0.0).to(tl.float64)
+    elif row[2] == KEEP_ALL:
+        mass = part_masses(row, refs, drawn, parts, place, FILTER, CHUNKS, BLOCK)
+    else:
+        mass = row_masses(row, refs, drawn, FILTER, DENSE, CHUNKS, BLOCK)
+    token, good = draw_chunk(u, mass, row, refs, drawn, FILTER, DENSE, CHUNKS, BLOCK)
+    return token, good

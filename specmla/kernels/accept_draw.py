@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specmla.kernels.accept_chunks import draw_chunk, part_masses, row_masses
+from specmla.kernels.accept_chunks import draw_all
 from specmla.kernels.accept_held import draw_held
 from specmla.kernels.accept_prims import (
     BLOCK_RULE,
-    KEEP_ALL,
     MATCH,
     TOKEN_LEVEL,
     draft_ratios,
@@ -50,20 +49,18 @@ def draw_row(
     drawn = (part, b, j, own, residual, inputs[3], K, W)
     token, good = key_id(cut), greedy
     if greedy == 0:
-        number = 0 * j
         if FILTER:
             number = tl.load(held[2] + place)
-        if number > 0:
-            token, good = draw_held(u, held, place, number, row, drawn, DENSE, SLOTS, FEW)
-        else:
-            chunks = tl.arange(0, CHUNKS)
-            if DENSE:
-                mass = tl.load(mass_at + chunks, mask=chunks < C, other=0.0).to(tl.float64)
-            elif cut == KEEP_ALL:
-                mass = part_masses(row, refs, drawn, parts, place, FILTER, CHUNKS, BLOCK)
+            if number > 0:
+                token, good = draw_held(u, held, place, number, row, drawn, DENSE, SLOTS, FEW)
             else:
-                mass = row_masses(row, refs, drawn, FILTER, DENSE, CHUNKS, BLOCK)
-            token, good = draw_chunk(u, mass, row, refs, drawn, FILTER, DENSE, CHUNKS, BLOCK)
+                token, good = draw_all(
+                    u, mass_at, parts, place, row, refs, drawn, True, DENSE, CHUNKS, BLOCK
+                )
+        else:
+            token, good = draw_all(
+                u, mass_at, parts, place, row, refs, drawn, False, DENSE, CHUNKS, BLOCK
+            )
     return tl.minimum(tl.maximum(token, 0), W - 1), good
 
 
@@ -140,7 +137,7 @@ def accept_draw_kernel(
             if running & (j <= count):
                 u = uniform(seed, position + j, 0, TARGET)
                 drawn, good = draw_row(
-                    b, j, u, 1.0, scale != scale, masses, parts, held, inputs, rows, scale, greedy,
+                    b, j, u, 1.0, (b * 0) != 0, masses, parts, held, inputs, rows, scale, greedy,
                     K, W, C, FILTER, DENSE, SLOTS, FEW, CHUNKS, BLOCK,
                 )  # fmt: skip
                 token = drawn

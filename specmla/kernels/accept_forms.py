@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +26,10 @@ _WIDE = {"table_ptr", "drafts_ptr", "cut_ptr", "seed_ptr", "position_ptr", "top_
 _WIDE |= {"parent_ptr", "rank_ptr", "depth_ptr", "end_ptr"}
 _WHOLE = {"part_top_ptr", "wrong_ptr", "found_id_ptr", "number_ptr", "group_ptr"}
 
-Variant = tuple[Any, dict[str, str], dict[str, int], dict[str, Any]]
+_FILTERED = {"top_k_ptr", "top_p_ptr", "min_p_ptr", "group_max_ptr", "group_sum_ptr"}
+_FILTERED |= {"found_ptr", "found_id_ptr", "number_ptr"}
+
+Variant = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]
 
 
 def aot_variants() -> list[Variant]:
@@ -59,9 +63,16 @@ def aot_variants() -> list[Variant]:
     return [_variant(*form) for form in forms]
 
 
-def _variant(module: ModuleType, constants: dict[str, int], logits: str) -> Variant:
+def _absent(names: Sequence[str], constants: dict[str, Any]) -> list[str]:
+    """List the tensors that launches of such a form leave out."""
+    found = [] if constants.get("FILTER", 1) else [n for n in names if n in _FILTERED]
+    return found + ([] if constants.get("DENSE", 1) else ["q_ptr"])
+
+
+def _variant(module: ModuleType, constants: dict[str, Any], logits: str) -> Variant:
     kernel = getattr(module, f"{module.__name__.rpartition('.')[2]}_kernel")
     kinds = {}
+    constants = constants | dict.fromkeys(_absent(kernel.arg_names, constants))
     for name in kernel.arg_names:
         if name in constants:
             kinds[name] = "constexpr"

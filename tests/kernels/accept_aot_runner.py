@@ -27,7 +27,8 @@ if __name__ == "__main__":
                 label = f"{kernel.__name__} {arch} form {i}"
                 at = {name: (n,) for n, name in enumerate(kernel.arg_names)}
                 # As launches are: aligned tensors, and a vocabulary that 16 divides.
-                even = [name for name, kind in signature.items() if kind[0] == "*" or name == "W"]
+                kinds = signature.items()
+                even = [name for name, kind in kinds if kind[0] == "*" or name == "W"]
                 hints = {at[name]: [["tt.divisibility", 16]] for name in even}
                 fixed = {at[name]: value for name, value in constants.items()}
                 source = ASTSource(kernel, signature, fixed, hints)
