@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specmla.bench.environment import command_of, place_of
@@ -15,10 +15,8 @@ def decode_figures(found: Mapping[str, Any]) -> list[str]:
     """Give the paragraphs: what was run, tokens a second, where the aim holds and what loses."""
     env, rows = found["env"], found["rows"]
     drafted = [row for row in rows if row["drafts"]]
-    hosts = [row["host_us"] for row in rows if row["host_us"] is not None]
     captured = "uncaptured" not in env["mode"]
     fused = any(row.get("acceptance") == "triton" for row in rows)
-    host = f" The host takes {min(hosts):.0f} to {max(hosts):.0f} µs of a step." if hosts else ""
     intro = (
         f"**Whole loops{', captured' * captured}{', fused acceptance' * fused}**, one "
         f"{place_of(env)}, {env['date'][:10]}, torch {env['versions']['torch']}, {env['dtype']}: "
@@ -27,9 +25,10 @@ def decode_figures(found: Mapping[str, Any]) -> list[str]:
         f"{' and '.join(dict.fromkeys(row['backend'] for row in rows))}. Plain decoding is "
         f"{'captured' if captured else 'run'} the same way ({env['mode']}). Timed from the third "
         "step until the first request ends. In a cell: tokens/s, steps/s, times plain decoding, "
-        f"tokens a step and request.{host}"
+        "tokens a step and request."
     )
-    return [f"{intro}\n\n{_table(rows)}", f"{_aim(drafted)} {_losses(drafted)}", command_of(env)]
+    said = " ".join((_aim(drafted), _losses(drafted), *_hosts(rows)))
+    return [f"{intro}\n\n{_table(rows)}", said, command_of(env)]
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -69,3 +68,19 @@ def _losses(drafted: Sequence[Mapping[str, Any]]) -> str:
         if round(r["speedup"], 2) < 1
     ]
     return f"Slower than plain decoding: {', '.join(slower) or 'none'}."
+
+
+def _hosts(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Say what the host takes of a step, by batch size, plain and with drafters."""
+    by_batch: dict[int, tuple[list[float], list[float]]] = {}
+    for row in rows:
+        if row["host_us"] is not None:
+            by_batch.setdefault(row["requests"], ([], []))[bool(row["drafts"])].append(
+                row["host_us"]
+            )
+    parts = [
+        f"B = {b}: {'; '.join(f'{min(us):.0f} to {max(us):.0f}' for us in found if us)}"
+        for b, found in sorted(by_batch.items())
+    ]
+    if parts:
+        yield f"Host time of a step, µs, plain and then with drafters: {', '.join(parts)}."

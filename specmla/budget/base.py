@@ -6,6 +6,10 @@ with p = (0.7, 0.3) and q = (0.5, 0.5), verifying a draft where it is the first 
 it where it is the second gives the first one with 0.85. So a `Budget` is asked before the drafter
 runs and is told of committed tokens only, and a `Gate` decides about a place before it lets that
 place be drawn.
+
+A number of drafts that follows from the batch (`BatchTableBudget`, `ThroughputStop`) leaves the
+distribution of a request's tokens as it is. The tokens of a seed depend on batch mates then, but
+for greedy requests and sample-match: where that matters, take `FixedBudget` or `HistoryBudget`.
 """
 
 from __future__ import annotations

@@ -261,4 +261,17 @@ def test_what_a_cpu_measures_is_shown_as_a_cpus(name, tmp_path):
         assert "fused kernels (`acceptance=" in text
     else:
         assert "| ngram |" in text
-        assert "The host takes" not in text
+        assert "Host time of a step, µs" not in text  # of a CPU all time is the host's
+
+
+def test_the_hosts_time_of_captured_loops_is_shown_by_batch():
+    rows = json.loads((RESULTS / "h200_decode.json").read_text())["rows"]
+    text = figures()
+    for batch in {row["requests"] for row in rows}:
+        for drafts in (False, True):
+            us = [
+                row["host_us"]
+                for row in rows
+                if row["requests"] == batch and bool(row["drafts"]) == drafts
+            ]
+            assert f"{min(us):.0f} to {max(us):.0f}" in text.split("plain and then with")[1]
