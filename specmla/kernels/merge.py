@@ -15,6 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra import cuda
 
+from specmla.kernels.discard import DISCARD, DISCARD_OPERANDS
+from specmla.kernels.gluon_api import barrier
+
 FLOOR = gl.constexpr(-1.0e30)
 LN_2 = gl.constexpr(0.6931471805599453)
 FIELDS = gl.constexpr(8)
@@ -95,6 +98,31 @@ def merge_item(
     value_lse = gl.where(empty, float("-inf"), (top + gl.log2(safe)) * LN_2)
     at_row = group * 8 + r_lse
     gl.store(lse_ptr + base + at_row, value_lse, mask=(at_row < live) & (column == 0))
+    discard_item(part_ptr, record, inner, BLOCKS)
+
+
+@gluon.jit
+def discard_item(part_ptr, record, inner, BLOCKS: gl.constexpr):
+    """Drop the values of an item, which lie `inner` behind the start of each slot, from L2.
+
+    An item's 8 x 8 values are two lines of 128 bytes, so no other item reads any of them.
+    """
+    first, second, step, pieces, _base, _live = record
+    lane = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    LINES: gl.constexpr = 2 * BLOCKS
+    barrier()  # all threads have read theirs
+    for start in range(0, pieces * LINES, 128):
+        n, line = (start + lane) // LINES, (start + lane) % LINES
+        slot = gl.where(n == 0, first, second + (n - 1) * step)
+        to = part_ptr + (slot.to(gl.int64) * 32768 + (inner + line * 32))
+        gl.inline_asm_elementwise(
+            DISCARD,
+            DISCARD_OPERANDS,
+            [to.to(gl.int64), (n < pieces).to(gl.int32)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @gluon.jit
