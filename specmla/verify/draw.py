@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ def draw(weights: Tensor, u: Tensor) -> Drawn:
     """
     _check(weights, u)
     largest = weights.amax(-1).double()  # NaN wins a maximum
-    flagged = ~(largest > 0) | ~torch.isfinite(largest)
+    flagged = ~((largest > 0) & (largest < math.inf))
     bits = 62 - (weights.shape[1] - 1).bit_length()
     scaled = torch.div(weights, largest[:, None])  # float64 by promotion
     scaled.mul_(2.0**bits).round_().masked_fill_(flagged[:, None], 0.0)

@@ -131,8 +131,13 @@ class RowProbs(NamedTuple):
 def row_top(logits: Tensor) -> RowTop:
     """Find the greedy token of each row [..., W] and whether the row can be used at all."""
     value, token = torch.max(logits, dim=-1)  # NaN wins a maximum, so one pass shows all defects
-    flagged = ~torch.isfinite(value)
+    flagged = _not_finite(value)
     return RowTop(value, token.masked_fill(flagged, 0), flagged)
+
+
+def _not_finite(values: Tensor) -> Tensor:
+    """Tell NaN and infinities, in fewer launches than `isfinite`: less itself they are not 0."""
+    return values.sub(values).ne(0)
 
 
 def processed_probs(
@@ -158,20 +163,31 @@ def processed_probs(
         probs.scatter_(1, token[:, None], 1.0)
     else:
         index = _request_of_row(logits, row_request)
-        largest = rows.amax(-1)
-        flagged, greedy = ~torch.isfinite(largest), batch.temperature[index] == 0
-        probs = _soft_probs(rows.to(dtype) - largest.to(dtype)[:, None], batch, index)
+        temperature, may_look = batch.temperature[index], _may_look(rows)
+        top = None if may_look else row_top(rows)
+        largest = rows.amax(-1) if top is None else top.value
+        flagged, greedy = _not_finite(largest) if top is None else top.flagged, temperature == 0
+        wide = rows.to(dtype) if may_look else rows  # in one pass on a GPU, to the same numbers
+        shifted = torch.sub(wide, largest.to(dtype)[:, None])
+        probs = _soft_probs(shifted, temperature.masked_fill(greedy, 1.0), batch, index)
         hard = flagged | greedy
-        # One-hot rows are rare here, and to look for them is to wait on a GPU only.
-        if hard.device.type != "cpu" or hard.any():
+        if top is not None:
+            _harden_(probs, hard, top.token)
+        elif hard.any():
             _harden_(probs, hard, row_top(rows).token)
     return RowProbs(probs.view(logits.shape), flagged.view(logits.shape[:-1]))
 
 
-def _soft_probs(shifted: Tensor, batch: SamplingBatch, index: Tensor) -> Tensor:
-    """Softmax logits less their maximum [T, W], overwritten; greedy rows may come out anyhow."""
-    temperature = batch.temperature[index]
-    shifted.div_(temperature.masked_fill(temperature == 0, 1.0).to(shifted.dtype)[:, None])
+def _may_look(rows: Tensor) -> bool:
+    """Tell whether one-hot rows, which are rare, may be looked for: on a GPU that is to wait."""
+    return rows.device.type == "cpu"
+
+
+def _soft_probs(
+    shifted: Tensor, temperature: Tensor, batch: SamplingBatch, index: Tensor
+) -> Tensor:
+    """Softmax logits less their maximum [T, W], overwritten, at temperatures [T] that are not 0."""
+    shifted.div_(temperature.to(shifted.dtype)[:, None])
     if batch.min_p is not None:
         # The likeliest id is at 0. A min_p of 1 keeps it, whatever the logarithm rounds to.
         least = batch.min_p[index].to(shifted.dtype).log_()[:, None]

@@ -362,3 +362,29 @@ def test_processed_probs_refuses_what_does_not_fit() -> None:
         processed_probs(torch.zeros(2, 1, 0), batch)
     with pytest.raises(ArgumentTypeError, match=r"torch\.int64"):
         processed_probs(torch.zeros(2, 1, 8, dtype=torch.int64), batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_what_a_gpu_does_without_looking_gives_the_same_bits(dtype, monkeypatch) -> None:
+    """Greedy, plain and filtered requests; rows with NaN, infinities, ties and one finite id."""
+    params = [
+        SamplingParams(),
+        SamplingParams(0.7),
+        SamplingParams(1e-38),
+        SamplingParams(1.3, top_k=3, top_p=0.8),
+        SamplingParams(0.9, min_p=0.1),
+    ]
+    logits = torch.randn(5, 6, 17, generator=torch.Generator().manual_seed(4)).to(dtype) * 4
+    logits[:, 1, 3], logits[:, 2, 5], logits[:, 3] = torch.nan, torch.inf, -torch.inf
+    logits[:, 4], logits[:, 4, 9] = -torch.inf, 1.0
+    logits[:, 5, 2] = logits[:, 5, 11] = logits[:, 5].amax(-1) + 1
+    for chosen in ([0, 1, 2, 3, 4], [1, 2], [1, 4], [0, 1]):
+        batch = SamplingBatch.build([params[i] for i in chosen], "cpu")
+        looked = processed_probs(logits[chosen], batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "_may_look", lambda rows: False)
+            blind = processed_probs(logits[chosen], batch)
+        assert torch.equal(looked.flagged, blind.flagged)
+        assert torch.equal(looked.flagged, torch.tensor([[0, 1, 1, 1, 0, 0]] * len(chosen)).bool())
+        assert torch.equal(looked.probs, blind.probs)
+        assert blind.probs.isfinite().all()
