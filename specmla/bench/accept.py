@@ -42,7 +42,7 @@ def copy_bandwidth(options: AcceptOptions) -> float:
 
 
 def measure(form: Form, options: AcceptOptions, bandwidth: float) -> Iterator[dict[str, Any]]:
-    """Give one row for each provider."""
+    """Give one row for each provider; of a lossy rule there are no kernels."""
     batch = make_batch(form, options)
     first = make_data(form, options, options.seed)
     more = range(1, num_copies(first.nbytes, options.device))
@@ -61,9 +61,9 @@ def measure(form: Form, options: AcceptOptions, bandwidth: float) -> Iterator[di
         "device": options.device.type,
         "bytes": first.nbytes,
         "read_us": read_us,
-        "aim": AIMS.get(form.sampling, 5.0) if form.shape == "chain" else None,
+        "aim": None if form.shape == "tree" or form.is_lossy else AIMS.get(form.sampling, 5.0),
     }
-    for provider in PROVIDERS:
+    for provider in PROVIDERS[form.is_lossy :]:
         yield shared | _row(provider, form.rule, batch, copies, options, read_us)
 
 

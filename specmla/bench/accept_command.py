@@ -18,7 +18,7 @@ from specmla.bench.progress import progress
 from specmla.bench.report import WRONG, write_json
 from specmla.bench.timing import method
 from specmla.bench.within_budget import within_budget
-from specmla.verify.rules.registry import LOSSLESS
+from specmla.verify.rules.registry import RULES
 
 WARM_SHARE = 0.6
 """Of a budget, that compiling ahead may take."""
@@ -36,7 +36,7 @@ def add_accept(commands: Any) -> None:
     parser.set_defaults(run=_accept)
     add = parser.add_argument
     add("--shape", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: both")
-    add("--rule", nargs="+", choices=LOSSLESS, default=list(LOSSLESS), help="default: all")
+    add("--rule", nargs="+", choices=RULES, default=list(RULES), help="default: all")
     add("--sampling", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS), help="default: all")
     add("--q", nargs="+", choices=["one-hot", "dense"], default=["one-hot", "dense"])
     add("--requests", type=at_least(1), default=32, help="requests (default 32)")

@@ -74,7 +74,7 @@ class Form(NamedTuple):
 
     Attributes:
         shape: one of `SHAPES`.
-        rule: name of a lossless rule; `token_level` of trees is multi-round.
+        rule: name of a rule; `token_level` of trees is multi-round.
         sampling: one of `SAMPLINGS`.
         dense: whether drafts come with a q over the vocabulary, else they are one-hot.
     """
@@ -90,6 +90,11 @@ class Form(NamedTuple):
         return "dense" if self.dense else "one-hot"
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether its rule is one that no kernels know, and that takes chains alone."""
+        return self.rule.startswith("lossy")
+
+    @property
     def compiled(self) -> tuple[str, str, bool, bool]:
         """Tell forms whose kernels differ."""
         filtered = self.sampling not in ("greedy", "plain")
@@ -102,13 +107,15 @@ def list_forms(
     """Give all combinations that are of their own.
 
     Greedy steps are the same under each rule and look at no q; sample-match looks at none; trees
-    under block verification are those under `token_level`.
+    under block verification are those under `token_level`. Lossy rules take chains and look at no q
+    either; what filters take is the same under each rule in torch.
     """
     for rule, shape, sampling, q in itertools.product(rules, shapes, samplings, qs):
         form = Form(shape, rule, sampling, q == "dense")
         same_greedy = sampling == "greedy" and (form.dense or rule != "token_level")
         no_q = rule == "sample_match" and form.dense
-        if not (same_greedy or no_q or (shape == "tree" and rule == "block")):
+        same_lossy = form.is_lossy and (shape, sampling, q) != ("chain", "plain", "one-hot")
+        if not (same_greedy or no_q or same_lossy or (shape == "tree" and rule == "block")):
             yield form
 
 

@@ -42,7 +42,7 @@ def warm_in_processes(
         check_impl("triton", token_level, options.device)
     except SpecMLAError as error:
         return [f"nothing is compiled: {error}"]
-    different = list({form.compiled: form for form in forms}.values())
+    different = list({form.compiled: form for form in forms if not form.is_lossy}.values())
     context = multiprocessing.get_context("spawn")
     shares = [different[i::processes] for i in range(min(processes, len(different)))]
     started: list[BaseProcess] = [
