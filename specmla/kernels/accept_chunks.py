@@ -94,7 +94,7 @@ def draw_all(
     chunks = tl.arange(0, CHUNKS)
     if DENSE:
         mass = tl.load(mass_at + chunks, mask=chunks < refs[2], other=0.0).to(tl.float64)
-    elif row[2] == KEEP_ALL:
+    elif not FILTER or row[2] == KEEP_ALL:
         mass = part_masses(row, refs, drawn, parts, place, FILTER, CHUNKS, BLOCK)
     else:
         mass = row_masses(row, refs, drawn, FILTER, DENSE, CHUNKS, BLOCK)

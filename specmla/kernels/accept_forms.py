@@ -22,6 +22,9 @@ from specmla.kernels.filter_held import FEW, TILE
 CHUNKS, WIDTH, TREE = 32, 8, 64
 """Of 129,280 ids, of up to 6 drafts, and of the largest trees."""
 
+SMALL = {"CHUNKS": 1, "BLOCK": 128, "SLOTS": 128, "FEW": 128 // FEW, "TILE": 128}
+"""Of up to 128 ids."""
+
 _WIDE = {"table_ptr", "drafts_ptr", "cut_ptr", "seed_ptr", "position_ptr", "top_k_ptr", "next_ptr"}
 _WIDE |= {"parent_ptr", "rank_ptr", "depth_ptr", "end_ptr"}
 _WHOLE = {"part_top_ptr", "wrong_ptr", "found_id_ptr", "number_ptr", "group_ptr"}
@@ -41,6 +44,7 @@ def aot_variants() -> list[Variant]:
     level, whole, match = ({"RULE": n, "WIDTH": WIDTH} for n in RULES.values())
     chunks = block | {"CHUNKS": CHUNKS}
     search = chunks | {"GROUP": GROUP, "TILE": TILE}
+    bf16, fp32 = {"FINE": 16}, {"FINE": 0}
     walked = {"BLOCK": WALKED, "CHUNKS": CHUNKS * BLOCK // WALKED, "WIDTH": TREE}
     walked |= held
     forms: list[tuple[ModuleType, dict[str, int], str]] = [
@@ -48,14 +52,15 @@ def aot_variants() -> list[Variant]:
         (accept_rows, {"CHUNKS": CHUNKS}, "bf16"),
         (accept_mass, block | whole | filtered, "bf16"),
         (accept_draw, chunks | whole | both, "bf16"),
-        (filter_rows, search, "bf16"),
+        (filter_rows, search | bf16, "bf16"),
         (accept_mass, block | level | filtered, "fp32"),
         (accept_draw, chunks | level | both, "fp32"),
         (accept_draw, chunks | level | {"FILTER": 0, "DENSE": 0}, "fp16"),
         (accept_draw, chunks | match | {"FILTER": 1, "DENSE": 0}, "fp32"),
         (accept_stats, stats | filtered, "fp32"),
         (accept_stats, stats | {"FILTER": 0}, "bf16"),
-        (filter_rows, search, "fp32"),
+        (filter_rows, search | fp32, "fp32"),
+        (filter_rows, search | fp32 | SMALL, "fp32"),
         (accept_walk, walked | {"RULE": 0} | both, "bf16"),
         (accept_walk, walked | {"RULE": 0, "DENSE": 0, "FILTER": 0}, "fp16"),
         (accept_walk, walked | {"RULE": 2, "DENSE": 0, "FILTER": 1}, "fp32"),

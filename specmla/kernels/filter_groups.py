@@ -25,6 +25,9 @@ LOWEST = tl.constexpr(-(2**31) + 2**23)
 SLACK = tl.constexpr(0.999)
 """Of the mass that top-p may leave out, the part used: float32 sums round by far less."""
 
+NEAR = tl.constexpr(0.004)
+"""Of the mass, by how much more than top-p asks for is near enough."""
+
 
 @triton.jit
 def is_searched(top_k, top_p, W):
@@ -39,40 +42,56 @@ def is_filtered(temperature, top_k, top_p, min_p, W):
 
 
 @triton.jit
-def least_by_number(top, order_max, top_k):
-    """Give the largest found t, as `order_bits`, that top_k maxima [G] reach."""
-    low, high = tl.full((), LOWEST, tl.int64), order_max.to(tl.int64) + 1
+def middle_of(low, high):
+    """Give the number half-way: halves first, for the sum of both may not fit."""
+    return (low >> 1) + (high >> 1) + (low & high & 1)
+
+
+@triton.jit
+def least_by_number(top, order_max, top_k, FINE: tl.constexpr):
+    """Give the largest found t, as `order_bits`, that top_k maxima [G] reach.
+
+    FINE: low bits of `order_bits` in which no two logits of the row differ.
+    """
+    top = top >> FINE
+    high = (order_max >> FINE) + 1
+    low = 0 * high + (LOWEST >> FINE)
     for _ in range(32):
-        if high - low > 1:
-            middle = (low + high) >> 1
+        if high > low + 1:
+            middle = middle_of(low, high)
             number = tl.sum((top >= middle).to(tl.int32), 0)
             reaches = number >= top_k
             low = tl.where(reaches, middle, low)
             # A quarter more than asked for is near enough: the cut itself is found among ids.
             near = reaches & (number <= top_k + top_k // 4)
             high = tl.where(near, low + 1, tl.where(reaches, high, middle))
-    return low.to(tl.int32)
+    return low << FINE
 
 
 @triton.jit
-def least_by_mass(top, weight, row_max, scale, mass, top_p, GROUP: tl.constexpr):
+def least_by_mass(
+    top, weight, row_max, scale, mass, top_p, GROUP: tl.constexpr, FINE: tl.constexpr
+):
     """Give the largest found t, as `order_bits`, above which top_p of the mass lies for certain.
 
     Args:
         top: [G] `order_bits` of the maxima.
         weight: [G] of the groups, relative to the row's maximum, `mass` in all.
+        FINE: see `least_by_number`.
     """
     target = mass - SLACK * (1.0 - top_p) * mass
     own = tl.exp2((ordered_logit(top) - row_max) * scale)
-    low, high = tl.full((), LOWEST, tl.int64), order_bits(row_max).to(tl.int64) + 1
+    top = top >> FINE
+    high = (order_bits(row_max) >> FINE) + 1
+    low = 0 * high + (LOWEST >> FINE)
     for _ in range(32):
-        if high - low > 1:
-            middle = (low + high) >> 1
-            below = tl.exp2((ordered_logit(middle.to(tl.int32)) - row_max) * scale)
+        if high > low + 1:
+            middle = middle_of(low, high)
+            below = tl.exp2((ordered_logit(middle << FINE) - row_max) * scale)
             sure = tl.maximum(own, weight - (GROUP - 1) * below)
             got = tl.sum(tl.where(top >= middle, sure, 0.0), 0)
             reaches = got >= target
             low = tl.where(reaches, middle, low)
-            near = reaches & (got <= target + 0.01 * mass)
+            near = reaches & (got <= target + NEAR * mass)
             high = tl.where(near, low + 1, tl.where(reaches, high, middle))
-    return low.to(tl.int32)
+    return low << FINE

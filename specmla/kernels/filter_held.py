@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from specmla.kernels.accept_prims import KEEP_ALL, load_logits, order_bits, sort_key
+from specmla.kernels.filter_groups import middle_of
 
-FEW = 8
+FEW = 4
 """A row that fills no more than this part of its slots looks at no others."""
 
-TILE = 128
+TILE = 256
 """Groups that are read at a time, but no more than there are slots."""
 
 
@@ -37,8 +38,8 @@ def hold_ids(
     number = tl.sum(chosen.to(tl.int32), 0)
     if number <= SLOTS:
         groups = number
-        slot = tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(group_ptr + at + slot, tl.arange(0, top.shape[0]), mask=chosen)
+        listed = tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(group_ptr + at + listed, tl.arange(0, top.shape[0]), mask=chosen)
         tl.debug_barrier()
         number = groups * 0
         for start in range(0, groups, TILE):
@@ -46,14 +47,15 @@ def hold_ids(
             group = tl.load(group_ptr + at + lane, mask=lane < groups, other=0)
             ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
             ids = tl.where((lane < groups)[:, None], ids, W)
-            ids = tl.reshape(ids, [TILE * GROUP])
             x = load_logits(logits_ptr, row, ids, W)
-            mine = (order_bits(x) >= least) & (ids < W)
-            slot = number + tl.cumsum(mine.to(tl.int32), 0) - 1
-            use = mine & (slot < SLOTS)
+            mine = ((order_bits(x) >= least) & (ids < W)).to(tl.int32)
+            count = tl.sum(mine, 1)
+            first = number + tl.cumsum(count, 0) - count
+            slot = first[:, None] + tl.cumsum(mine, 1) - 1
+            use = (mine != 0) & (slot < SLOTS)
             tl.store(found_ptr + at + slot, x, mask=use)
             tl.store(found_id_ptr + at + slot, ids, mask=use)
-            number += tl.sum(mine.to(tl.int32), 0)
+            number += tl.sum(count, 0)
         tl.debug_barrier()
     return number
 
@@ -75,14 +77,14 @@ def top_part(target, least, high, ordered, weight):
 
     Args:
         target: of the sum, in the type of the weights.
-        least, high: int64; all `ordered` that weigh lie from `least` to below `high`.
-        ordered: [N] `order_bits`, equal ones by rising id.
+        least, high: all `ordered` that weigh lie from `least` to below `high`.
+        ordered: [N] `order_bits`, less those that no logit has, equal ones by rising id.
         weight: [N], 0 where an id is out of the question.
     """
     low = least
     for _ in range(32):
-        if high - low > 1:
-            middle = (low + high) >> 1
+        if high > low + 1:
+            middle = middle_of(low, high)
             reaches = tl.sum(tl.where(ordered >= middle, weight, 0), 0) >= target
             low = tl.where(reaches, middle, low)
             high = tl.where(reaches, high, middle)
@@ -95,19 +97,20 @@ def top_part(target, least, high, ordered, weight):
 @triton.jit
 def cut_held(
     held, place, number, mass, row_max, scale, least_key, top_k, top_p, W,
-    SLOTS: tl.constexpr, SIZE: tl.constexpr,
+    SLOTS: tl.constexpr, SIZE: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Give cut and mass of a row of which all ids that matter are held.
 
     Args:
         mass: of all ids of the row; what top-p is a part of, unless ids are left out before.
         least_key: what min-p leaves, or all.
+        FINE: low bits of `order_bits` in which no two logits of the row differ.
     """
     x, ids = load_held(held, place, 0, number, W, SLOTS, SIZE)
-    ordered, keys = order_bits(x), sort_key(x, ids)
+    ordered, keys = order_bits(x) >> FINE, sort_key(x, ids)
     live = (tl.arange(0, SIZE) < number) & (keys >= least_key)
-    low = tl.min(tl.where(live, ordered, 2147483647), 0).to(tl.int64)
-    high = order_bits(row_max).to(tl.int64) + 1
+    low = tl.min(tl.where(live, ordered, 2147483647), 0)
+    high = (order_bits(row_max) >> FINE) + 1
     by_number = (top_k > 0) & (top_k < W)
     if by_number:
         live = live & top_part(top_k.to(tl.int32), low, high, ordered, live.to(tl.int32))

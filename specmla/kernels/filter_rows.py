@@ -22,12 +22,14 @@ from specmla.kernels.filter_held import FEW, TILE, cut_held, hold_ids
 from specmla.kernels.filter_search import cut_row
 
 NUM_WARPS = 8
+FINE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""Low bits of float32 in which numbers of another type do not differ."""
 
 
 @triton.jit
 def least_held(
     top, groups, place, row_max, scale, mass, top_k, top_p, min_p, edge, W, C,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Give `order_bits` of a logit such that no id below it is kept.
 
@@ -38,7 +40,7 @@ def least_held(
     """
     least = edge
     if (top_k > 0) & (top_k < W):
-        least = tl.maximum(least_by_number(top, order_bits(row_max), top_k), edge)
+        least = tl.maximum(least_by_number(top, order_bits(row_max), top_k, FINE), edge)
     elif min_p == 0:
         group = tl.arange(0, top.shape[0])
         chunk = group // (BLOCK // GROUP)
@@ -47,7 +49,7 @@ def least_held(
         chunk_max = tl.load(groups[1] + place * C + chunk, mask=there, other=float("-inf"))
         live = there & (chunk_max > float("-inf"))
         weight = tl.where(live, sums * tl.exp2((chunk_max - row_max) * scale), 0.0)
-        least = least_by_mass(top, weight, row_max, scale, mass, top_p, GROUP)
+        least = least_by_mass(top, weight, row_max, scale, mass, top_p, GROUP, FINE)
     return least
 
 
@@ -80,6 +82,7 @@ def filter_rows_kernel(
     FEW: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
+    FINE: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -111,18 +114,42 @@ def filter_rows_kernel(
     top = order_bits(tl.load(group_max_ptr + at, mask=there, other=float("-inf")))
     least = least_held(
         top, (group_sum_ptr, part_max_ptr), place, row_max, scale, mass, top_k, top_p, min_p, edge,
-        W, C, GROUP, BLOCK,
+        W, C, GROUP, FINE, BLOCK,
     )  # fmt: skip
     held = (found_ptr, found_id_ptr, group_ptr)
     number = hold_ids(held, place, least, top, logits_ptr, row, W, SLOTS, TILE, GROUP)
     mass = mass.to(tl.float64)
     if number <= FEW:
         cut, mass = cut_held(
-            held, place, number, mass, row_max, scale, least_key, top_k, top_p, W, SLOTS, FEW
+            held,
+            place,
+            number,
+            mass,
+            row_max,
+            scale,
+            least_key,
+            top_k,
+            top_p,
+            W,
+            SLOTS,
+            FEW,
+            FINE,
         )
     elif number <= SLOTS:
         cut, mass = cut_held(
-            held, place, number, mass, row_max, scale, least_key, top_k, top_p, W, SLOTS, SLOTS
+            held,
+            place,
+            number,
+            mass,
+            row_max,
+            scale,
+            least_key,
+            top_k,
+            top_p,
+            W,
+            SLOTS,
+            SLOTS,
+            FINE,
         )
     else:
         cut, mass = cut_row(
@@ -176,6 +203,7 @@ def launch_filter_rows(
             FEW=max(slots // FEW, 1),
             TILE=min(TILE, slots),
             GROUP=group,
+            FINE=FINE_BITS[logits.dtype],
             CHUNKS=triton.next_power_of_2(chunks),
             BLOCK=block,
             num_warps=NUM_WARPS,

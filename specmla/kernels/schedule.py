@@ -35,6 +35,9 @@ from specmla.kernels.schedule_line import (
     widen_items,
 )
 
+EVEN_SHARE = tl.constexpr(32)
+"""Equal pieces may exceed cuts of the line by a block and this part."""
+
 
 @triton.jit
 def schedule_width(
@@ -186,7 +189,8 @@ def schedule_kernel(
     roomy = tl.sum(tiles) <= PROGRAMS
     whole = roomy & (longest <= tl.minimum(piece, length) + MERGE_COST)
     piece = tl.where(whole, longest, piece)
-    even = roomy & (whole | (piece <= length))
+    # Nor do they make any program write two of them: that is worth some blocks.
+    even = roomy & (whole | (piece <= length + 1 + length // EVEN_SHARE))
     pieces = tl.maximum(tl.cdiv(blocks, tl.maximum(piece, 1)), 1)
     # Equal jobs, several to a program: none is cut where that saves less than it costs.
     equal = tl.max(tl.where(tiles > 0, cost, 0))

@@ -68,7 +68,8 @@ def test_a_compiled_layer_takes_no_memory_of_the_cache_s_size() -> None:
     cache, backend = as_operators(batch.cache, batch.builder.backend)
     batch.wrap(cache, backend)
     batch.layer = torch.compile(plain, fullgraph=True)
-    batch.run(everyone)
+    for _ in range(3):  # the second step may compile again, for sizes that change
+        batch.run(everyone)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

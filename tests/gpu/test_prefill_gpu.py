@@ -53,9 +53,10 @@ def test_peak_is_flat_from_1k_to_128k() -> None:
     peaks = []
     for context in (1024, 8192, 32_768, 131_072):
         case = make_prompt_case([(512, context + 512)], **DEEPSEEK)
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         attend(case, 1024)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        # What was asked for: blocks that the allocator does not split count up to 1 MB more.
+        peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
         del case
     # The slots of a part are 8 bytes a cached token; its workspace is the same for all.
     slots = 8 * (131_072 - 1024)
