@@ -149,7 +149,7 @@ def read_record(merge_ptr, count, item):
 
 @gluon.jit(do_not_specialize_on_alignment=["merge_ptr"])
 def merge_kernel(
-    part_ptr,  # [slots, 2, 64, 256] float32, each half in groups of 8 x 8
+    part_ptr,  # [slots, 2, 64, 256] float32, halves in groups of 8 x 8; undefined afterwards
     part_stat_ptr,  # [slots, 2, 64] float32: largest base-2 score, sum of weights
     merge_ptr,  # [1 + tiles, MERGE_FIELDS] int32
     out_ptr,  # [T, H, 512]

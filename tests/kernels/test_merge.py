@@ -105,7 +105,7 @@ def test_tiles_of_very_different_pieces(programs: int, wide: bool) -> None:
         out = torch.full((64 * len(counts), 512), 7.0, device=CUDA)
         out_lse = torch.full((64 * len(counts),), 7.0, device=CUDA)
         merge_kernel[(programs,)](
-            scratch,
+            scratch.clone(),  # a merge leaves nothing behind
             stats,
             table,
             out,
@@ -134,7 +134,7 @@ def test_an_unseen_last_piece_changes_no_bit_of_a_batch_invariant_merge(pieces: 
     for count in (pieces, pieces + 1):
         table = make_table([[0, 1, 1, count, 0, 64, 0, 0]], invariant=True).to(CUDA)
         out, lse = torch.full((64, 512), 7.0, device=CUDA), torch.full((64,), 7.0, device=CUDA)
-        held = (scratch, stats, table, out, lse)
+        held = (scratch.clone(), stats, table, out, lse)  # a merge leaves nothing behind
         merge_kernel[(40,)](*held, INVARIANT=True, num_warps=WARPS)
         found.append((out, lse))
     for out, lse in found[1:]:
