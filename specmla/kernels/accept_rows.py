@@ -17,24 +17,30 @@ NUM_WARPS = 1
 
 
 @triton.jit
-def reduce_parts(parts, place, temperature, C, CHUNKS: tl.constexpr):
-    """Give maximum, sum of exponents, first id of the maximum, and whether it has no distribution.
-
-    Args:
-        parts: pointers to maximum, sum and first id of each chunk [places, C].
-    """
+def load_parts(parts, place, C, CHUNKS: tl.constexpr):
+    """Load maximum, sum and first id of each chunk [CHUNKS]; parts: pointers to [places, C]."""
     chunk = tl.arange(0, CHUNKS)
     there, at = chunk < C, place * C + chunk
     part_max = tl.load(parts[0] + at, mask=there, other=float("-inf"))
     part_sum = tl.load(parts[1] + at, mask=there, other=0.0)
-    top = tl.load(parts[2] + at, mask=there, other=2147483647)
+    return part_max, part_sum, tl.load(parts[2] + at, mask=there, other=2147483647)
+
+
+@triton.jit
+def reduce_parts(parts, temperature):
+    """Give maximum, sum of exponents, first id of the maximum, and whether it has no distribution.
+
+    Args:
+        parts: what `load_parts` gave.
+    """
+    part_max, part_sum, top = parts
     row_max = tl.max(part_max, 0)
     wrong = (tl.min(top, 0) < 0) | (row_max == float("-inf"))
     row_max = tl.where(wrong, 0.0, row_max)
-    live = there & (part_max > float("-inf"))
+    live = part_max > float("-inf")
     shrunk = tl.exp2((part_max - row_max) * exponent_scale(temperature))
     mass = tl.sum(tl.where(live, part_sum * shrunk, 0.0), 0)
-    first = tl.min(tl.where(there & (part_max == row_max), top, 2147483647), 0)
+    first = tl.min(tl.where(part_max == row_max, top, 2147483647), 0)
     return row_max, mass, first, wrong
 
 
@@ -79,12 +85,12 @@ def accept_rows_kernel(
     place = tl.program_id(0)
     b, j = place // (K + 1), place % (K + 1)
     rows = (max_ptr, mass_ptr, cut_ptr, wrong_ptr)
+    temperature = tl.load(temperature_ptr + b)
+    parts = load_parts((part_max_ptr, part_sum_ptr, part_top_ptr), place, C, CHUNKS)
     if tl.load(drafts_ptr + b * K + j - 1, mask=j > 0, other=0) < 0:
         store_unreached(rows, place)
         return
-    temperature = tl.load(temperature_ptr + b)
-    parts = (part_max_ptr, part_sum_ptr, part_top_ptr)
-    row_max, mass, first, wrong = reduce_parts(parts, place, temperature, C, CHUNKS)
+    row_max, mass, first, wrong = reduce_parts(parts, temperature)
     store_row(rows, place, row_max, mass, first, wrong, temperature == 0)
 
 

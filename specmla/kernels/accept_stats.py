@@ -44,25 +44,25 @@ def accept_stats_kernel(
     """One chunk of one row; rows after a request's last draft repeat its last one and are left."""
     place, chunk = tl.program_id(0), tl.program_id(1)
     b, j = place // (K + 1), place % (K + 1)
+    # All are asked for at once: what a program mostly does is wait.
+    row, temperature = tl.load(table_ptr + place), tl.load(temperature_ptr + b)
     if tl.load(drafts_ptr + b * K + j - 1, mask=j > 0, other=0) < 0:
         return
-    row = tl.load(table_ptr + place)
     group = tl.arange(0, BLOCK // GROUP)
     ids = chunk * BLOCK + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = load_logits(logits_ptr, row, ids, W)
-    temperature = tl.load(temperature_ptr + b)
     scale = exponent_scale(temperature)
     group_max = tl.max(x, 1)
     top = tl.max(group_max, 0)
     floor = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp2((x - floor) * scale)
     group_sum = tl.sum(weight, 1)
-    first = tl.min(tl.min(tl.where(x == top, ids, 2147483647), 1), 0)
-    wrong = tl.max(tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 1), 0)
+    first = tl.where(x == top, ids, 2147483647)
+    first = tl.where((x != x) | (x == float("inf")), -1, first)
     at = place * C + chunk
     tl.store(part_max_ptr + at, top)
     tl.store(part_sum_ptr + at, tl.sum(group_sum, 0))
-    tl.store(part_top_ptr + at, tl.where(wrong > 0, -1, first))
+    tl.store(part_top_ptr + at, tl.min(tl.min(first, 1), 0))
     if FILTER:
         top_k, top_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b)
         if is_filtered(temperature, top_k, top_p, tl.load(min_p_ptr + b), W):

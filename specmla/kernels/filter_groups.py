@@ -22,11 +22,17 @@ GROUP = 32
 LOWEST = tl.constexpr(-(2**31) + 2**23)
 """`order_bits` of the least finite number: what is -inf is never kept."""
 
+FAR_BELOW = tl.constexpr(24.0)
+"""Base-2 exponents below the maximum: all that lies there rarely weighs as much as one id."""
+
 SLACK = tl.constexpr(0.999)
 """Of the mass that top-p may leave out, the part used: float32 sums round by far less."""
 
 NEAR = tl.constexpr(0.004)
-"""Of the mass, by how much more than top-p asks for is near enough."""
+"""Of the mass that top-p asks for, by how much more is near enough."""
+
+GUESS = tl.constexpr(0.5)
+"""See `least_by_mass`: of rows whose guess falls short the ids are held again, without one."""
 
 
 @triton.jit
@@ -42,23 +48,38 @@ def is_filtered(temperature, top_k, top_p, min_p, W):
 
 
 @triton.jit
+def load_tops(at, GROUPS: tl.constexpr):
+    """Load `order_bits` of the maxima of a row's groups [GROUPS]; at: pointer to them, number."""
+    group = tl.arange(0, GROUPS)
+    return order_bits(tl.load(at[0] + group, mask=group < at[1], other=float("-inf")))
+
+
+@triton.jit
 def middle_of(low, high):
     """Give the number half-way: halves first, for the sum of both may not fit."""
     return (low >> 1) + (high >> 1) + (low & high & 1)
 
 
 @triton.jit
-def least_by_number(top, order_max, top_k, FINE: tl.constexpr):
+def search_range(row_max, scale, FINE: tl.constexpr):
+    """Give bounds of a search for a logit, and what is tried first: far below there is little."""
+    high = (order_bits(row_max) >> FINE) + 1
+    low = 0 * high + (LOWEST >> FINE)
+    first = order_bits(row_max - FAR_BELOW / scale) >> FINE
+    return low, high, tl.minimum(tl.maximum(first, low + 1), high - 1)
+
+
+@triton.jit
+def least_by_number(top, row_max, scale, top_k, FINE: tl.constexpr):
     """Give the largest found t, as `order_bits`, that top_k maxima [G] reach.
 
     FINE: low bits of `order_bits` in which no two logits of the row differ.
     """
     top = top >> FINE
-    high = (order_max >> FINE) + 1
-    low = 0 * high + (LOWEST >> FINE)
-    for _ in range(32):
+    low, high, first = search_range(row_max, scale, FINE)
+    for n in range(32):
         if high > low + 1:
-            middle = middle_of(low, high)
+            middle = tl.where(n == 0, first, middle_of(low, high))
             number = tl.sum((top >= middle).to(tl.int32), 0)
             reaches = number >= top_k
             low = tl.where(reaches, middle, low)
@@ -69,29 +90,37 @@ def least_by_number(top, order_max, top_k, FINE: tl.constexpr):
 
 
 @triton.jit
+def mass_target(mass, top_p):
+    """Give what the ids that are held must weigh for top_p of a row's mass."""
+    return mass - SLACK * (1.0 - top_p) * mass
+
+
+@triton.jit
 def least_by_mass(
-    top, weight, row_max, scale, mass, top_p, GROUP: tl.constexpr, FINE: tl.constexpr
+    top, weight, row_max, scale, target, guess, GROUP: tl.constexpr, FINE: tl.constexpr
 ):
-    """Give the largest found t, as `order_bits`, above which top_p of the mass lies for certain.
+    """Give the largest found t, as `order_bits`, above which the target lies.
 
     Args:
         top: [G] `order_bits` of the maxima.
-        weight: [G] of the groups, relative to the row's maximum, `mass` in all.
+        weight: [G] of the groups, relative to the row's maximum.
+        target: `mass_target`.
+        guess: the part that is counted of what may lie above t or below it; with 0 the target
+            lies above for certain.
         FINE: see `least_by_number`.
     """
-    target = mass - SLACK * (1.0 - top_p) * mass
     own = tl.exp2((ordered_logit(top) - row_max) * scale)
     top = top >> FINE
-    high = (order_bits(row_max) >> FINE) + 1
-    low = 0 * high + (LOWEST >> FINE)
-    for _ in range(32):
+    low, high, first = search_range(row_max, scale, FINE)
+    for n in range(32):
         if high > low + 1:
-            middle = middle_of(low, high)
+            middle = tl.where(n == 0, first, middle_of(low, high))
             below = tl.exp2((ordered_logit(middle << FINE) - row_max) * scale)
             sure = tl.maximum(own, weight - (GROUP - 1) * below)
+            sure += guess * (weight - sure)
             got = tl.sum(tl.where(top >= middle, sure, 0.0), 0)
             reaches = got >= target
             low = tl.where(reaches, middle, low)
-            near = reaches & (got <= target + NEAR * mass)
+            near = reaches & (got <= target + NEAR * target)
             high = tl.where(near, low + 1, tl.where(reaches, high, middle))
     return low << FINE

@@ -8,20 +8,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specmla.kernels.accept_prims import KEEP_ALL, load_logits, order_bits, sort_key
-from specmla.kernels.filter_groups import middle_of
+from specmla.kernels.accept_prims import load_logits, order_bits, sort_key
+from specmla.kernels.filter_groups import load_tops, middle_of
 
 FEW = 4
 """A row that fills no more than this part of its slots looks at no others."""
 
-TILE = 256
+TILE = 128
 """Groups that are read at a time, but no more than there are slots."""
 
 
 @triton.jit
 def hold_ids(
-    held, place, least, top, logits_ptr, row, W,
-    SLOTS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    held, place, least, top_at, logits_ptr, row, W,
+    SLOTS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Hold the ids whose `order_bits` are at least `least`, and give how many there are.
 
@@ -29,17 +29,17 @@ def hold_ids(
 
     Args:
         held: pointers to logits, ids and groups [places, SLOTS].
-        top: [G] `order_bits` of the groups' maxima.
+        top_at: what `load_tops` takes.
     """
     found_ptr, found_id_ptr, group_ptr = held
     at = place.to(tl.int64) * SLOTS
-    chosen = top >= least
+    chosen = load_tops(top_at, GROUPS) >= least
     # Every group that is chosen holds an id: there are no fewer ids than groups.
     number = tl.sum(chosen.to(tl.int32), 0)
     if number <= SLOTS:
         groups = number
         listed = tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(group_ptr + at + listed, tl.arange(0, top.shape[0]), mask=chosen)
+        tl.store(group_ptr + at + listed, tl.arange(0, GROUPS), mask=chosen)
         tl.debug_barrier()
         number = groups * 0
         for start in range(0, groups, TILE):
@@ -89,35 +89,52 @@ def top_part(target, least, high, ordered, weight):
             low = tl.where(reaches, middle, low)
             high = tl.where(reaches, high, middle)
     above = tl.sum(tl.where(ordered > low, weight, 0), 0)
-    equal = tl.where(ordered == low, weight, 0)
-    before = above + tl.cumsum(equal, 0) - equal
-    return (ordered > low) | ((ordered == low) & (before < target))
+    # Equal logits weigh the same: the n-th of them is one of the fewest if n - 1 do not suffice.
+    each = tl.max(tl.where(ordered == low, weight, 0), 0)
+    counts = (ordered == low) & (weight > 0)
+    before = tl.cumsum(counts.to(tl.int32), 0) - 1
+    return (ordered > low) | (counts & (above + before * each < target))
 
 
 @triton.jit
 def cut_held(
-    held, place, number, mass, row_max, scale, least_key, top_k, top_p, W,
+    held, place, number, mass, row_max, scale, edge, filters, W,
     SLOTS: tl.constexpr, SIZE: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Give cut and mass of a row of which all ids that matter are held.
 
     Args:
         mass: of all ids of the row; what top-p is a part of, unless ids are left out before.
-        least_key: what min-p leaves, or all.
+        edge: `order_bits` of the least logit that min-p keeps.
+        filters: top_k, top_p and min_p.
         FINE: low bits of `order_bits` in which no two logits of the row differ.
     """
-    x, ids = load_held(held, place, 0, number, W, SLOTS, SIZE)
-    ordered, keys = order_bits(x) >> FINE, sort_key(x, ids)
-    live = (tl.arange(0, SIZE) < number) & (keys >= least_key)
+    top_k, top_p, min_p = filters
+    x, _ids = load_held(held, place, 0, number, W, SLOTS, SIZE)
+    live = (tl.arange(0, SIZE) < number) & (order_bits(x) >= edge)
+    ordered = order_bits(x) >> FINE
     low = tl.min(tl.where(live, ordered, 2147483647), 0)
     high = (order_bits(row_max) >> FINE) + 1
     by_number = (top_k > 0) & (top_k < W)
     if by_number:
         live = live & top_part(top_k.to(tl.int32), low, high, ordered, live.to(tl.int32))
     weight = tl.where(live, tl.exp2((x - row_max) * scale), 0.0).to(tl.float64)
-    if by_number | (least_key > KEEP_ALL):
+    if by_number | (min_p > 0):
         mass = tl.sum(weight, 0)
     if top_p < 1:
         live = live & top_part(tl.maximum(top_p * mass, 1.0e-30), low, high, ordered, weight)
-    cut = tl.min(tl.where(live, keys, 9223372036854775807), 0)
-    return cut, tl.sum(tl.where(live, weight, 0.0), 0)
+    mass = tl.sum(tl.where(live, weight, 0.0), 0)
+    least = tl.min(tl.where(live, x, float("inf")), 0)
+    _x, ids = load_held(held, place, 0, number, W, SLOTS, SIZE)
+    last = tl.max(tl.where(live & (x == least), ids, 0), 0)
+    return sort_key(least, last), mass
+
+
+@triton.jit
+def sum_held(held, place, number, row_max, scale, W, SLOTS: tl.constexpr, SIZE: tl.constexpr):
+    """Sum the weights of all ids that are held."""
+    mass = tl.zeros((), tl.float32)
+    for start in range(0, number, SIZE):
+        x, _ids = load_held(held, place, start, number, W, SLOTS, SIZE)
+        mass += tl.sum(tl.exp2((x - row_max) * scale), 0)
+    return mass

@@ -14,42 +14,56 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specmla.kernels.accept_prims import KEEP_ALL, exponent_scale, order_bits, sort_key
-from specmla.kernels.accept_rows import reduce_parts, store_row, store_unreached
+from specmla.kernels.accept_prims import exponent_scale, order_bits
+from specmla.kernels.accept_rows import load_parts, reduce_parts, store_row, store_unreached
 from specmla.kernels.direct import DirectKernel
-from specmla.kernels.filter_groups import LOWEST, is_filtered, least_by_mass, least_by_number
-from specmla.kernels.filter_held import FEW, TILE, cut_held, hold_ids
+from specmla.kernels.filter_groups import (
+    GUESS,
+    LOWEST,
+    is_filtered,
+    least_by_mass,
+    least_by_number,
+    load_tops,
+    mass_target,
+)
+from specmla.kernels.filter_held import FEW, TILE, cut_held, hold_ids, sum_held
 from specmla.kernels.filter_search import cut_row
 
-NUM_WARPS = 8
+NUM_WARPS = 4
+OPTIONS = {} if torch.version.hip else {"maxnreg": 255}
+"""Two programs fit a multiprocessor: with one, 160 rows would take two rounds of them."""
+
 FINE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Low bits of float32 in which numbers of another type do not differ."""
 
 
 @triton.jit
 def least_held(
-    top, groups, place, row_max, scale, mass, top_k, top_p, min_p, edge, W, C,
-    GROUP: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
+    top_at, groups, place, row_max, scale, target, guess, filters, edge, W, C,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Give `order_bits` of a logit such that no id below it is kept.
 
     Args:
-        top: [G] `order_bits` of the maxima of groups.
+        top_at: what `load_tops` takes.
         groups: pointers to the weights of groups, and to the maxima of chunks that they refer to.
+        target, guess: see `least_by_mass`.
+        filters: top_k, top_p and min_p.
         edge: `order_bits` of the least logit that min-p keeps.
     """
-    least = edge
+    top_k, _top_p, min_p = filters
+    least, top = edge, load_tops(top_at, GROUPS)
     if (top_k > 0) & (top_k < W):
-        least = tl.maximum(least_by_number(top, order_bits(row_max), top_k, FINE), edge)
+        least = tl.maximum(least_by_number(top, row_max, scale, top_k, FINE), edge)
     elif min_p == 0:
-        group = tl.arange(0, top.shape[0])
+        group = tl.arange(0, GROUPS)
         chunk = group // (BLOCK // GROUP)
         there = chunk < C
         sums = tl.load(groups[0] + place.to(tl.int64) * C * (BLOCK // GROUP) + group, mask=there)
         chunk_max = tl.load(groups[1] + place * C + chunk, mask=there, other=float("-inf"))
         live = there & (chunk_max > float("-inf"))
         weight = tl.where(live, sums * tl.exp2((chunk_max - row_max) * scale), 0.0)
-        least = least_by_mass(top, weight, row_max, scale, mass, top_p, GROUP, FINE)
+        least = least_by_mass(top, weight, row_max, scale, target, guess, GROUP, FINE)
     return least
 
 
@@ -93,68 +107,52 @@ def filter_rows_kernel(
         (max_ptr, mass_ptr, cut_ptr, wrong_ptr),
         (part_max_ptr, part_sum_ptr, part_top_ptr),
     )
+    temperature, row = tl.load(temperature_ptr + b), tl.load(table_ptr + place)
+    parts = load_parts(parts, place, C, CHUNKS)
+    GROUPS: tl.constexpr = CHUNKS * (BLOCK // GROUP)
+    groups_of_row = C * (BLOCK // GROUP)
+    top_at = (group_max_ptr + place.to(tl.int64) * groups_of_row, groups_of_row)
+    top_k, top_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b).to(tl.float64)
+    min_p = tl.load(min_p_ptr + b)
     tl.store(number_ptr + place, 0)
     if tl.load(drafts_ptr + b * K + j - 1, mask=j > 0, other=0) < 0:
         store_unreached(rows, place)
         return
-    temperature, min_p = tl.load(temperature_ptr + b), tl.load(min_p_ptr + b)
-    top_k, top_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b).to(tl.float64)
-    row_max, mass, first, wrong = reduce_parts(parts, place, temperature, C, CHUNKS)
+    row_max, mass, first, wrong = reduce_parts(parts, temperature)
     if wrong | (is_filtered(temperature, top_k, top_p, min_p, W) == 0):
         store_row(rows, place, row_max, mass, first, wrong, temperature == 0)
         return
-    scale, row = exponent_scale(temperature), tl.load(table_ptr + place)
-    edge = row_max + tl.log2(min_p) / scale
-    # The key of an id past all of this logit's: what min-p keeps is above it.
-    least_key = tl.where(min_p > 0, sort_key(edge, place * 0 + W), KEEP_ALL)
-    edge = tl.maximum(tl.where(min_p > 0, order_bits(edge), LOWEST), LOWEST)
-    group = tl.arange(0, CHUNKS * (BLOCK // GROUP))
-    at = place.to(tl.int64) * C * (BLOCK // GROUP) + group
-    there = group < C * (BLOCK // GROUP)
-    top = order_bits(tl.load(group_max_ptr + at, mask=there, other=float("-inf")))
-    least = least_held(
-        top, (group_sum_ptr, part_max_ptr), place, row_max, scale, mass, top_k, top_p, min_p, edge,
-        W, C, GROUP, FINE, BLOCK,
-    )  # fmt: skip
-    held = (found_ptr, found_id_ptr, group_ptr)
-    number = hold_ids(held, place, least, top, logits_ptr, row, W, SLOTS, TILE, GROUP)
+    scale, filters = exponent_scale(temperature), (top_k, top_p, min_p)
+    edge = order_bits(row_max + tl.log2(min_p) / scale)
+    edge = tl.maximum(tl.where(min_p > 0, edge, LOWEST), LOWEST)
+    held, groups = (found_ptr, found_id_ptr, group_ptr), (group_sum_ptr, part_max_ptr)
+    by_mass = (min_p == 0) & ((top_k <= 0) | (top_k >= W))
+    target, guess, number, again = mass_target(mass, top_p), 0.0 * scale + GUESS, 0 * place, 1
+    for _ in range(2):
+        if again != 0:
+            least = least_held(
+                top_at, groups, place, row_max, scale, target, guess, filters, edge, W, C, GROUP,
+                GROUPS, FINE, BLOCK,
+            )  # fmt: skip
+            number = hold_ids(
+                held, place, least, top_at, logits_ptr, row, W, SLOTS, TILE, GROUP, GROUPS
+            )
+            again = 0
+            if by_mass & (guess > 0) & (number <= SLOTS):
+                found = sum_held(held, place, number, row_max, scale, W, SLOTS, FEW)
+                again = (found < target).to(tl.int32)
+            guess = 0.0 * guess
     mass = mass.to(tl.float64)
     if number <= FEW:
         cut, mass = cut_held(
-            held,
-            place,
-            number,
-            mass,
-            row_max,
-            scale,
-            least_key,
-            top_k,
-            top_p,
-            W,
-            SLOTS,
-            FEW,
-            FINE,
+            held, place, number, mass, row_max, scale, edge, filters, W, SLOTS, FEW, FINE
         )
     elif number <= SLOTS:
         cut, mass = cut_held(
-            held,
-            place,
-            number,
-            mass,
-            row_max,
-            scale,
-            least_key,
-            top_k,
-            top_p,
-            W,
-            SLOTS,
-            SLOTS,
-            FINE,
+            held, place, number, mass, row_max, scale, edge, filters, W, SLOTS, SLOTS, FINE
         )
     else:
-        cut, mass = cut_row(
-            logits_ptr, row, mass, row_max, scale, least_key, top_k, top_p, W, C, BLOCK
-        )
+        cut, mass = cut_row(logits_ptr, row, mass, row_max, scale, edge, filters, W, C, BLOCK)
     tl.store(number_ptr + place, tl.where(number <= SLOTS, number, 0))
     tl.store(max_ptr + place, row_max)
     tl.store(mass_ptr + place, mass.to(tl.float32))
@@ -208,4 +206,5 @@ def launch_filter_rows(
             BLOCK=block,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
+            **OPTIONS,
         )

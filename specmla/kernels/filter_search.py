@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specmla.kernels.accept_prims import KEEP_ALL, load_logits, sort_key
+from specmla.kernels.accept_prims import KEEP_ALL, load_logits, ordered_logit, sort_key
 
 
 @triton.jit
@@ -47,11 +47,14 @@ def search_row(
 
 @triton.jit
 def cut_row(
-    logits_ptr, row, mass, row_max, scale, least_key, top_k, top_p, W, C, BLOCK: tl.constexpr
+    logits_ptr, row, mass, row_max, scale, edge, filters, W, C, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Give cut and mass of a row, as `cut_held` does."""
-    cut = least_key
-    if least_key > KEEP_ALL:
+    top_k, top_p, min_p = filters
+    # The key of an id past all of the least logit's: what min-p keeps is above it.
+    edge_key = sort_key(ordered_logit(edge), 0 * edge + W)
+    cut = tl.where(min_p > 0, edge_key, KEEP_ALL)
+    if min_p > 0:
         mass = weight_above(cut, cut, logits_ptr, row, row_max, scale, W, 0, C, BLOCK)
     if (top_k > 0) & (top_k < W):
         count = top_k.to(tl.float64)
