@@ -34,12 +34,13 @@ def held_weights(
 def held_mass(
     held, place, number, row, drawn, DENSE: tl.constexpr, SLOTS: tl.constexpr, FEW: tl.constexpr
 ):
-    """Sum what a token is drawn from, in float64 and as `whole_weight`."""
-    mass, whole = tl.zeros((), tl.float64), tl.zeros((), tl.int64)
+    """Sum what a token is drawn from: in float64, and as `whole_weight` of every FEW ids."""
+    part = tl.arange(0, SLOTS // FEW)
+    mass, whole = tl.zeros((), tl.float64), tl.zeros((SLOTS // FEW,), tl.int64)
     for start in range(0, number, FEW):
         weight = held_weights(start, held, place, number, row, drawn, DENSE, SLOTS, FEW)
         mass += tl.sum(weight.to(tl.float64), 0)
-        whole += tl.sum(whole_weight(weight), 0)
+        whole = tl.where(part == start // FEW, tl.sum(whole_weight(weight), 0), whole)
     return mass, whole
 
 
@@ -55,13 +56,12 @@ def draw_held(
     drawn = (drawn[0], drawn[1], drawn[2], drawn[3], rest, drawn[5], drawn[6], drawn[7])
     if mass == 0:
         mass, whole = held_mass(held, place, number, row, drawn, DENSE, SLOTS, FEW)
-    target = whole_target(u, whole)
-    at, before = 0 * number, 0 * whole
-    for start in range(0, number, FEW):
-        weight = held_weights(start, held, place, number, row, drawn, DENSE, SLOTS, FEW)
-        part = whole_weight(weight)
-        at += tl.sum((before + tl.cumsum(part, 0) <= target).to(tl.int32), 0)
-        before += tl.sum(part, 0)
+    target = whole_target(u, tl.sum(whole, 0))
+    passed = tl.cumsum(whole, 0) <= target
+    start = tl.sum(passed.to(tl.int32), 0) * FEW
+    target -= tl.sum(tl.where(passed, whole, 0), 0)
+    weight = held_weights(start, held, place, number, row, drawn, DENSE, SLOTS, FEW)
+    at = start + tl.sum((tl.cumsum(whole_weight(weight), 0) <= target).to(tl.int32), 0)
     at = tl.minimum(at, number - 1)
     token = tl.load(held[1] + place.to(tl.int64) * SLOTS + at)
     return token, (mass > 0) & (mass < 1.0e30)

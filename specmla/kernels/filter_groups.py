@@ -31,7 +31,7 @@ SLACK = tl.constexpr(0.999)
 NEAR = tl.constexpr(0.004)
 """Of the mass that top-p asks for, by how much more is near enough."""
 
-GUESS = tl.constexpr(0.5)
+GUESS = tl.constexpr(0.25)
 """See `least_by_mass`: of rows whose guess falls short the ids are held again, without one."""
 
 

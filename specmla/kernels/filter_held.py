@@ -20,12 +20,12 @@ TILE = 128
 
 @triton.jit
 def hold_ids(
-    held, place, least, top_at, logits_ptr, row, W,
+    held, place, least, top_at, logits_ptr, row, row_max, scale, W,
     SLOTS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Hold the ids whose `order_bits` are at least `least`, and give how many there are.
+    """Hold the ids whose `order_bits` are at least `least`; give their number and their weight.
 
-    More than SLOTS: they are not all held.
+    If there are more than SLOTS, they are not all held, and the weight is not known.
 
     Args:
         held: pointers to logits, ids and groups [places, SLOTS].
@@ -35,7 +35,7 @@ def hold_ids(
     at = place.to(tl.int64) * SLOTS
     chosen = load_tops(top_at, GROUPS) >= least
     # Every group that is chosen holds an id: there are no fewer ids than groups.
-    number = tl.sum(chosen.to(tl.int32), 0)
+    number, mass = tl.sum(chosen.to(tl.int32), 0), 0.0 * scale
     if number <= SLOTS:
         groups = number
         listed = tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -56,8 +56,9 @@ def hold_ids(
             tl.store(found_ptr + at + slot, x, mask=use)
             tl.store(found_id_ptr + at + slot, ids, mask=use)
             number += tl.sum(count, 0)
+            mass += tl.sum(tl.sum(tl.where(mine != 0, tl.exp2((x - row_max) * scale), 0.0), 1), 0)
         tl.debug_barrier()
-    return number
+    return number, mass
 
 
 @triton.jit
@@ -128,13 +129,3 @@ def cut_held(
     _x, ids = load_held(held, place, 0, number, W, SLOTS, SIZE)
     last = tl.max(tl.where(live & (x == least), ids, 0), 0)
     return sort_key(least, last), mass
-
-
-@triton.jit
-def sum_held(held, place, number, row_max, scale, W, SLOTS: tl.constexpr, SIZE: tl.constexpr):
-    """Sum the weights of all ids that are held."""
-    mass = tl.zeros((), tl.float32)
-    for start in range(0, number, SIZE):
-        x, _ids = load_held(held, place, start, number, W, SLOTS, SIZE)
-        mass += tl.sum(tl.exp2((x - row_max) * scale), 0)
-    return mass

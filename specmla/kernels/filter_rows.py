@@ -26,7 +26,7 @@ from specmla.kernels.filter_groups import (
     load_tops,
     mass_target,
 )
-from specmla.kernels.filter_held import FEW, TILE, cut_held, hold_ids, sum_held
+from specmla.kernels.filter_held import FEW, TILE, cut_held, hold_ids
 from specmla.kernels.filter_search import cut_row
 
 NUM_WARPS = 4
@@ -134,14 +134,12 @@ def filter_rows_kernel(
                 top_at, groups, place, row_max, scale, target, guess, filters, edge, W, C, GROUP,
                 GROUPS, FINE, BLOCK,
             )  # fmt: skip
-            number = hold_ids(
-                held, place, least, top_at, logits_ptr, row, W, SLOTS, TILE, GROUP, GROUPS
-            )
-            again = 0
-            if by_mass & (guess > 0) & (number <= SLOTS):
-                found = sum_held(held, place, number, row_max, scale, W, SLOTS, FEW)
-                again = (found < target).to(tl.int32)
-            guess = 0.0 * guess
+            number, found = hold_ids(
+                held, place, least, top_at, logits_ptr, row, row_max, scale, W, SLOTS, TILE, GROUP,
+                GROUPS,
+            )  # fmt: skip
+            short = by_mass & (guess > 0) & (number <= SLOTS) & (found < target)
+            again, guess = short.to(tl.int32), 0.0 * guess
     mass = mass.to(tl.float64)
     if number <= FEW:
         cut, mass = cut_held(
