@@ -44,7 +44,7 @@ def aot_variants() -> list[Variant]:
     level, whole, match = ({"RULE": n, "WIDTH": WIDTH} for n in RULES.values())
     chunks = block | {"CHUNKS": CHUNKS}
     search = chunks | {"GROUP": GROUP, "TILE": TILE}
-    bf16, fp32 = {"FINE": 16}, {"FINE": 0}
+    bf16, fp32 = {"FINE": 16}, {"FINE": 0, "TILE": TILE // 2}
     walked = {"BLOCK": WALKED, "CHUNKS": CHUNKS * BLOCK // WALKED, "WIDTH": TREE}
     walked |= held
     forms: list[tuple[ModuleType, dict[str, int], str]] = [

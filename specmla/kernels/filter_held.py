@@ -14,8 +14,21 @@ from specmla.kernels.filter_groups import load_tops, middle_of
 FEW = 4
 """A row that fills no more than this part of its slots looks at no others."""
 
-TILE = 128
-"""Groups that are read at a time, but no more than there are slots."""
+TILE = 64
+"""Groups of 16-bit logits that are read at a time, but no more than there are slots."""
+
+
+@triton.jit
+def load_groups(at, start, groups, W, TILE: tl.constexpr):
+    """Load the numbers [TILE] of listed groups; after the last one, of a group without ids."""
+    lane = start + tl.arange(0, TILE)
+    return tl.load(at + lane, mask=lane < groups, other=W)
+
+
+@triton.jit
+def group_ids(group, GROUP: tl.constexpr):
+    """Give the ids of groups [TILE, GROUP]."""
+    return group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
@@ -41,13 +54,15 @@ def hold_ids(
         listed = tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(group_ptr + at + listed, tl.arange(0, GROUPS), mask=chosen)
         tl.debug_barrier()
-        number = groups * 0
+        number, weight = groups * 0, tl.zeros((TILE,), tl.float32)
+        # Tiles are asked for one ahead, their groups two ahead: nothing waits for both.
+        group = load_groups(group_ptr + at, 0, groups, W, TILE)
+        later = load_groups(group_ptr + at, TILE, groups, W, TILE)
+        x = load_logits(logits_ptr, row, group_ids(group, GROUP), W)
         for start in range(0, groups, TILE):
-            lane = start + tl.arange(0, TILE)
-            group = tl.load(group_ptr + at + lane, mask=lane < groups, other=0)
-            ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-            ids = tl.where((lane < groups)[:, None], ids, W)
-            x = load_logits(logits_ptr, row, ids, W)
+            ahead = load_logits(logits_ptr, row, group_ids(later, GROUP), W)
+            last = load_groups(group_ptr + at, start + 2 * TILE, groups, W, TILE)
+            ids = group_ids(group, GROUP)
             mine = ((order_bits(x) >= least) & (ids < W)).to(tl.int32)
             count = tl.sum(mine, 1)
             first = number + tl.cumsum(count, 0) - count
@@ -56,7 +71,9 @@ def hold_ids(
             tl.store(found_ptr + at + slot, x, mask=use)
             tl.store(found_id_ptr + at + slot, ids, mask=use)
             number += tl.sum(count, 0)
-            mass += tl.sum(tl.sum(tl.where(mine != 0, tl.exp2((x - row_max) * scale), 0.0), 1), 0)
+            weight += tl.sum(tl.where(mine != 0, tl.exp2((x - row_max) * scale), 0.0), 1)
+            x, group, later = ahead, later, last
+        mass = tl.sum(weight, 0)
         tl.debug_barrier()
     return number, mass
 

@@ -197,7 +197,7 @@ def launch_filter_rows(
             chunks,
             SLOTS=slots,
             FEW=max(slots // FEW, 1),
-            TILE=min(TILE, slots),
+            TILE=min(TILE * 2 // logits.element_size(), slots),
             GROUP=group,
             FINE=FINE_BITS[logits.dtype],
             CHUNKS=triton.next_power_of_2(chunks),
