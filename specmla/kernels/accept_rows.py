@@ -13,7 +13,8 @@ from torch import Tensor
 from specmla.kernels.accept_prims import KEEP_ALL, exponent_scale, sort_key
 from specmla.kernels.direct import DirectKernel
 
-NUM_WARPS = 1
+NUM_WARPS = 4
+"""As many as `filter_rows` has: the mass of a request must not depend on what its mates filter."""
 
 
 @triton.jit

@@ -15,7 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from specmla.kernels.accept_prims import exponent_scale, order_bits
-from specmla.kernels.accept_rows import load_parts, reduce_parts, store_row, store_unreached
+from specmla.kernels.accept_rows import (
+    NUM_WARPS,
+    load_parts,
+    reduce_parts,
+    store_row,
+    store_unreached,
+)
 from specmla.kernels.direct import DirectKernel
 from specmla.kernels.filter_groups import (
     GUESS,
@@ -29,7 +35,6 @@ from specmla.kernels.filter_groups import (
 from specmla.kernels.filter_held import FEW, TILE, cut_held, hold_ids
 from specmla.kernels.filter_search import cut_row
 
-NUM_WARPS = 4
 OPTIONS = {} if torch.version.hip else {"maxnreg": 255}
 """Two programs fit a multiprocessor: with one, 160 rows would take two rounds of them."""
 
