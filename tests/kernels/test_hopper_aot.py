@@ -24,7 +24,8 @@ heads are no power of two."""
 
 @pytest.mark.parametrize("old", [False, True], ids=["installed", "3.6.0"])
 @pytest.mark.parametrize(
-    ("form", "most_stack"), [("hopper", OTHER_STACK_LIMIT), ("hopper_small", 0)]
+    ("form", "most_stack"),
+    [("hopper", OTHER_STACK_LIMIT), ("hopper_small", 0), ("hopper_fp8", OTHER_STACK_LIMIT)],
 )
 def test_hopper_kernels_fit(tmp_path: Path, form: str, most_stack: int, old: bool) -> None:
     paths = [str(ROOT)]
@@ -45,7 +46,7 @@ def test_hopper_kernels_fit(tmp_path: Path, form: str, most_stack: int, old: boo
     )
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(report.read_text())
-    assert len(found["built"]) == {"hopper": 6, "hopper_small": 2}[form]
+    assert len(found["built"]) == {"hopper": 6, "hopper_small": 2, "hopper_fp8": 2}[form]
     for built in found["built"]:
         assert built["shared"] <= SHARED_LIMIT, built
         assert built["stack"] <= STACK_LIMIT.get(found["triton"], most_stack), built

@@ -71,7 +71,7 @@ def launches(
 ) -> list[Launch]:
     """Give the launches of one call: the main kernel, then the merge."""
     main = _main_launch(outputs, inputs, part, plan, softmax_scale)
-    return [main, _merge_launch(*outputs, plan)]
+    return [main, merge_launch(*outputs, plan)]
 
 
 def _main_launch(
@@ -131,7 +131,8 @@ def small_rows(most_rows: int, run: int) -> int | None:
     return None if run else next((n for n in SMALL_REGISTERS if most_rows <= n), None)
 
 
-def _merge_launch(out: Tensor, lse: Tensor, plan: HopperPlan) -> Launch:
+def merge_launch(out: Tensor, lse: Tensor, plan: HopperPlan) -> Launch:
+    """Give the launch that merges the pieces of cut tiles."""
     named = {
         "INVARIANT": plan.shape.run > 0,
         "num_warps": WARPS,
