@@ -22,6 +22,7 @@ FORMATS = [
     ("rows", None),
     ("hopper", None),
     ("reference", None),
+    ("hopper", "fp8"),
     ("triton", "fp8"),
     ("triton", "fp8_ds_mla"),
     ("triton", "fp8_per_token_head"),
