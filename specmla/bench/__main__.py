@@ -40,6 +40,8 @@ from specmla.bench.step_command import add_step
 from specmla.bench.timing import method
 from specmla.bench.trees_command import add_trees
 from specmla.bench.verify import VerifyOptions, check_batch, run_batch
+from specmla.cache import cache_format
+from specmla.cache.formats.names import QUANTISED_NAMES
 from specmla.cli.decode import add_decode
 from specmla.errors import SpecMLAError
 from specmla.mask import DraftMask
@@ -78,6 +80,7 @@ def _parser() -> Parser:
     add("--impl", nargs="+", required=True, metavar="NAME", help="providers; ratios to the first")
     add("--page-size", type=at_least(1), default=64, help="tokens a page (default 64)")
     add("--mask", choices=[m.value for m in DraftMask], default="causal")
+    add("--cache-format", choices=QUANTISED_NAMES, help="quantised cache (default: plain rows)")
     add("--plot", type=Path, metavar="FILE", help="draw a bar chart (.png, .svg, .pdf)")
     add_dims(verify)
     add_peers(verify)
@@ -100,7 +103,11 @@ def _verify(args: argparse.Namespace, words: Sequence[str]) -> int:
     mask = DraftMask(args.mask)
     for batch in args.batch:
         check_batch(batch, mask)
-    makers = [functools.partial(get_provider, name, peer_files(args)) for name in args.impl]
+    packed = None
+    if args.cache_format:
+        packed = cache_format(args.cache_format, args.rank, args.rope, dtype=dtype_of(args))
+    made = {"cache_format": packed} if packed else {}
+    makers = [functools.partial(get_provider, n, peer_files(args), **made) for n in args.impl]
     for make in makers:
         make()  # an unknown name is refused before anything is measured
     check_outputs(args.json, args.plot)
@@ -113,6 +120,7 @@ def _verify(args: argparse.Namespace, words: Sequence[str]) -> int:
         device=args.device,
         reps=args.reps,
         seed=args.seed,
+        cache_format=packed,
     )
     rows: list[VerifyRow] = []
     with progress(len(args.batch) * len(args.heads) * len(makers)) as tell:

@@ -12,6 +12,7 @@ from specmla.bench.fa3 import FA3Provider
 from specmla.bench.flashmla import FlashMLAProvider
 from specmla.bench.peers import PeerFiles
 from specmla.builder import MetadataBuilder
+from specmla.cache.formats.base import CacheFormat
 from specmla.errors import ArgumentError
 from specmla.metadata import VerifyPart
 from specmla.testing import VerifyCase
@@ -127,15 +128,19 @@ class BackendProvider:
         return got
 
 
-def get_provider(name: str, files: PeerFiles | None = None) -> Provider:
+def get_provider(
+    name: str, files: PeerFiles | None = None, cache_format: CacheFormat | None = None
+) -> Provider:
     """Make the provider of that name, whether or not it can run here.
 
     Args:
         name: a backend's, "flashmla" or "fa3".
         files: libraries of the latter two; what isn't given is looked for in installed packages.
+        cache_format: quantised format of the caches that a backend is to read.
 
     Raises:
         ArgumentError: an unknown name; the message lists the accepted ones.
+        UnsupportedError: the backend does not read the format.
     """
     files = files or PeerFiles()
     if name == FlashMLAProvider.name:
@@ -145,4 +150,4 @@ def get_provider(name: str, files: PeerFiles | None = None) -> Provider:
     if name not in BACKENDS:
         accepted = sorted({*BACKENDS, FlashMLAProvider.name, FA3Provider.name})
         raise ArgumentError(f"provider is {name!r}, accepted are {accepted}")
-    return BackendProvider(get_backend(name))
+    return BackendProvider(get_backend(name, cache_format=cache_format))

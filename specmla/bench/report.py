@@ -31,6 +31,7 @@ class VerifyRow:
         scratch_bytes: peak device memory of plan and call beyond the outputs, the step's tables
             included; None on a CPU.
         method: how `us` was measured.
+        cache_format: name of a quantised cache's, None for plain rows.
     """
 
     batch: str
@@ -51,6 +52,7 @@ class VerifyRow:
     plan_us: float | None = None
     scratch_bytes: int | None = None
     method: str | None = None
+    cache_format: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +124,12 @@ def _cell(key: str, value: Any) -> str:
 
 
 def document(env: Mapping[str, Any], rows: Sequence[VerifyRow]) -> dict[str, Any]:
-    """Give the JSON document `{"env", "rows"}`; only a row without figures has a "reason"."""
+    """Give the JSON document `{"env", "rows"}`; "reason" and "cache_format" only where given."""
     plain = [dataclasses.asdict(row) for row in rows]
     for row in plain:
-        if row["reason"] is None:
-            del row["reason"]
+        for key in ("reason", "cache_format"):
+            if row[key] is None:
+                del row[key]
     return {"env": dict(env), "rows": plain}
 
 

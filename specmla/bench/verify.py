@@ -16,6 +16,7 @@ from specmla.bench.cost import verify_cost
 from specmla.bench.provider import Provider
 from specmla.bench.report import REFUSED, WRONG, VerifyRow
 from specmla.bench.timing import host_us, method, num_copies, time_calls
+from specmla.cache.formats.base import CacheFormat
 from specmla.errors import SpecMLAError, require
 from specmla.mask import MAX_TREE_NODES, DraftMask
 from specmla.query import QueryLenSupport
@@ -34,7 +35,8 @@ NOPE_HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What all rows of a run share: G, mask, dtype, C, R, device, timed repetitions, data seed."""
+    """What all rows of a run share: G, mask, dtype, C, R, device, timed repetitions, data seed,
+    and a quantised cache format or None for plain rows."""
 
     page_size: int
     mask: DraftMask
@@ -44,6 +46,7 @@ class VerifyOptions:
     device: torch.device
     reps: int
     seed: int = 0
+    cache_format: CacheFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ def run_batch(
         device=options.device,
         mask=options.mask,
         seed=options.seed,
+        cache_format=options.cache_format,
         softmax_scale=(NOPE_HEAD_DIM + options.rope_dim) ** -0.5,
     )
     oracle = compute_oracle(case)
@@ -111,7 +115,7 @@ def compute_oracle(case: VerifyCase) -> Oracle:
 
     def attend(dtype: torch.dtype) -> AttentionOutput:
         q_latent, q_rope = case.q_latent.to(dtype), case.q_rope.to(dtype)
-        return absorbed_mqa(q_latent, q_rope, case.latent_cache, part, softmax_scale=scale)
+        return absorbed_mqa(q_latent, q_rope, case.rows(), part, softmax_scale=scale)
 
     return Oracle(attend(torch.float64), attend(case.spec.dtype), attend(torch.float32).lse)
 
@@ -129,6 +133,7 @@ def requirements(case: VerifyCase) -> Requirements:
         page_size=case.spec.page_size,
         masks=frozenset({case.spec.mask}),
         query_len_support=QueryLenSupport.SINGLE_ONLY if lens == {1} else shape,
+        format=case.spec.cache_format,
     )
 
 
@@ -142,6 +147,7 @@ def _row(
         page_size=options.page_size,
         dtype=str(options.dtype).removeprefix("torch."),
         provider=provider.name,
+        cache_format=options.cache_format.name if options.cache_format else None,
     )
     problems = provider.problems(requirements(case))
     if problems:
@@ -158,7 +164,7 @@ def _row(
             oracle.exact,
             oracle.plain,
             oracle.plain_lse,
-            score_width=case.latent_cache.shape[-1],
+            score_width=case.spec.width,
         )
     except AssertionError as wrong:
         return dataclasses.replace(row, status=WRONG, reason=f"wrong result, not timed: {wrong}")

@@ -155,6 +155,16 @@ def test_absent_provider_is_a_row_with_its_reasons(
     assert "absent: package flash is not installed" in capsys.readouterr().out
 
 
+def test_a_quantised_cache_is_measured_and_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    words = ("--cache-format", "fp8", "--dtype", "bf16", "--json", str(file))
+    assert run_command("--impl", "reference", *words) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["status"], row["cache_format"]) == ("timed", "fp8")
+    # Refused by name: it reads no quantised rows.
+    assert run_command("--impl", "rows", *words) == 2
+
+
 def test_nothing_measured_ends_with_two(providers: dict[str, Provider]) -> None:
     providers["absent"] = Absent()
     assert run_command("--impl", "absent") == 2
