@@ -22,7 +22,7 @@ from specmla.kernels.filter_held import FEW, TILE
 CHUNKS, WIDTH, TREE = 32, 8, 64
 """Of 129,280 ids, of up to 6 drafts, and of the largest trees."""
 
-SMALL = {"CHUNKS": 1, "BLOCK": 128, "SLOTS": 128, "FEW": 128 // FEW, "TILE": 128}
+SMALL = {"CHUNKS": 1, "BLOCK": 128, "SLOTS": 128, "FEW": 128 // FEW}
 """Of up to 128 ids."""
 
 _WIDE = {"table_ptr", "drafts_ptr", "cut_ptr", "seed_ptr", "position_ptr", "top_k_ptr", "next_ptr"}
