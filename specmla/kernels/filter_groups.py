@@ -28,7 +28,7 @@ FAR_BELOW = tl.constexpr(24.0)
 SLACK = tl.constexpr(0.999)
 """Of the mass that top-p may leave out, the part used: float32 sums round by far less."""
 
-NEAR = tl.constexpr(0.004)
+NEAR = tl.constexpr(0.001)
 """Of the mass that top-p asks for, by how much more is near enough."""
 
 GUESS = tl.constexpr(0.25)

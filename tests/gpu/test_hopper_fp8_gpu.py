@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from specmla.backends.hopper import HopperBackend
 from specmla.cache import cache_format
 from specmla.testing import check_backend, make_case
+from tests.gpu.conftest import REST
 
 CUDA = torch.device("cuda")
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -26,7 +27,9 @@ def made(dtype: torch.dtype = torch.bfloat16, scale: float = 3 * 2.0**-8) -> Hop
 
 
 def test_hostile_cases(share: str) -> None:
-    check_backend(made(), device=CUDA, only=share).raise_if_failed()
+    report = check_backend(made(), device=CUDA, only=share)
+    if report.num_run or share != REST:  # quantised backends have no cases of their own beyond
+        report.raise_if_failed()
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-6])
