@@ -17,6 +17,7 @@ from specmla.bench.accept_figures import accept_figures
 from specmla.bench.compare_figures import compare_figures
 from specmla.bench.decode_figures import decode_figures
 from specmla.bench.drafter_figures import drafter_figures
+from specmla.bench.format_figures import format_figures
 from specmla.bench.grid_figures import grid_figures
 from specmla.bench.layer_figures import layer_figures
 from specmla.bench.prefill_figures import prefill_figures
@@ -129,6 +130,7 @@ def _training(found: dict[str, Any], others: Results) -> list[str]:
 
 SECTIONS: tuple[tuple[str, Make], ...] = (
     ("h200", lambda found, others: grid_figures(found)),
+    ("h200_formats", lambda found, others: format_figures(found)),
     ("h200_layer", lambda found, others: [layer_figures(found, others)]),
     ("h200_prefill", lambda found, others: prefill_figures(found)),
     ("cpu_step", _step),

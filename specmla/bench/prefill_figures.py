@@ -38,7 +38,7 @@ def prefill_figures(found: Mapping[str, Any]) -> list[str]:
             f"**Kernels for prompts**, one {place_of(env)}, {env['date'][:10]}: "
             f"{some['heads']} heads, keys {some['width']} and values {some['value_width']} wide, "
             f"{some['dtype']}, causal; last rows checked against float64. In a cell: TFLOP/s "
-            f"(µs).\n\n{_providers(kernels)}\n\n{_of_best(kernels)}"
+            f"(µs).\n\n{_providers(kernels)}\n\n{_of_best(kernels)} {env.get('note', '')}".rstrip()
         )
     return [*parts, command_of(env)]
 
