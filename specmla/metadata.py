@@ -106,8 +106,8 @@ class PrefillPart:
     """The prompt rows of a step, as `forward_mha` takes them; causal, aligned bottom right.
 
     In one pass, the keys of a request are its cached rows, new ones included. Chunk by chunk, they
-    are its new rows alone, and `context` has the cached rows before them. Folded, there are no keys
-    here: `context` has all of them, new rows included, from the first one on and in order.
+    are its last ones, at least its new rows, and `context` has those before them. Folded, there are
+    no keys here: `context` has all of them, new rows included, from the first one on and in order.
 
     Attributes:
         query_start: [B + 1] int32, first packed row of each request, from 0 within this part.

@@ -4,9 +4,10 @@ Attention over two disjoint sets of keys is merged by their LSE (`AttentionBacke
 
     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-so the new rows attend to each chunk of the context in full and last to each other causally, and no
-more than one chunk is up-projected at a time: what it takes does not grow with the context. For
-batch-invariant results one running softmax is carried over the chunks instead.
+so the new rows attend to each chunk of the context in full and last to each other causally (and to
+the last chunk, if it and they fit into the workspace), and no more than one chunk is up-projected
+at a time: what it takes does not grow with the context. For batch-invariant results one running
+softmax is carried over the chunks instead.
 """
 
 from __future__ import annotations

@@ -82,6 +82,7 @@ def test_chunks_equal_one_pass_and_both_oracles(
     small = case.workspace(page_size + more)
     part = case.part(backend, small)
     assert all(chunk.keys.kv_slots.numel() <= small.num_rows for chunk in part.context)
+    assert part.kv_slots.numel() <= max(small.num_rows, sum(q for q, _ in lens))
     assert_merged_is(case.attend(backend, small), exact, len(part.context))
 
 
@@ -136,6 +137,10 @@ def test_one_pass_where_it_fits_else_chunks_and_new_rows() -> None:
     backend.calls.clear()
     case.attend(backend, case.workspace(16))
     assert [call[:2] for call in backend.calls] == [(3, 16), (3, 16), (5, 13), (5, 5)]
+    backend.calls.clear()
+    case.attend(backend, case.workspace(32))
+    # What is left of the context, 5 + 8 rows, fits beside the 5 new ones.
+    assert [(*call[:2], call[4]) for call in backend.calls] == [(3, 32, False), (5, 18, True)]
 
 
 def test_the_budget_is_one_block_at_least_and_chunks_stay_in_the_workspace() -> None:
@@ -149,8 +154,8 @@ def test_the_budget_is_one_block_at_least_and_chunks_stay_in_the_workspace() -> 
             return super().expand(rows)
 
     got = Watching(**vars(case)).attend(ReferenceBackend(), workspace)
-    assert seen == [*[(True, 16)] * 6, (True, 4), (True, 3)]
-    assert_merged_is(got, case.oracle(), 7)
+    assert seen == [*[(True, 16)] * 6, (True, 7)]
+    assert_merged_is(got, case.oracle(), 6)
 
 
 def test_no_device_to_host_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ def measure_context(context: int, options: PrefillOptions) -> list[dict[str, Any
         workspace.lock()
         part = case.part(backend, workspace)
         if part.context:
+            # What goes with the new rows is not counted.
             held = {"workspace_rows": workspace.num_rows, "chunks": len(part.context)}
             forms.append((shared | {"form": CHUNKS} | held, part))
     return _measure_forms(run, forms, options)
