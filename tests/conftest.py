@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,3 +29,12 @@ def _poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def dots_by_row() -> Iterator[None]:
+    """Compare bits of batch-invariant kernels under the interpreter, whatever CPU this is."""
+    from specmla.testing.interpreted_dots import dots_by_row
+
+    with dots_by_row():
+        yield

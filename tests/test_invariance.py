@@ -36,6 +36,8 @@ from specmla.testing import assert_within_budget
 from specmla.workspace import PrefillWorkspace
 from tests.test_prefill_memory import LiveBytes
 
+pytestmark = pytest.mark.usefixtures("dots_by_row")
+
 VERIFY, EXTEND, PROMPT = RequestKind.VERIFY, RequestKind.EXTEND, RequestKind.PROMPT
 CONFIG = MLAConfig(40, 2, 32, 12, 16, 10, q_lora_rank=20)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

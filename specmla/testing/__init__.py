@@ -29,6 +29,7 @@ from specmla.testing.case import (
 from specmla.testing.check import check_backend
 from specmla.testing.check_drafter import DrafterReport, check_drafter
 from specmla.testing.check_report import CheckReport
+from specmla.testing.interpreted_dots import dots_by_row
 from specmla.testing.oracle import Oracle, assert_matches_oracle, run_oracle
 from specmla.testing.prompts import PromptCase, make_prompt_case
 from specmla.testing.tables import ABSURD_PAGE, make_verify_part, overwrite_unused_cells
@@ -50,6 +51,7 @@ __all__ = [
     "assert_within_budget",
     "check_backend",
     "check_drafter",
+    "dots_by_row",
     "make_case",
     "make_prompt_case",
     "make_verify_part",

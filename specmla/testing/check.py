@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -15,6 +16,7 @@ from specmla.testing.check_cases import derive_cases, find_base
 from specmla.testing.check_report import CheckReport, Failure, Skip
 from specmla.testing.examination import Examination
 from specmla.testing.far_pages import NoRoomError
+from specmla.testing.interpreted_dots import dots_by_row
 from specmla.testing.refusals import Refusal, check_refusal, derive_refusals
 
 REPEATS = 20
@@ -98,7 +100,9 @@ def _run(
             reasons = backend.problems(item.need())
             if reasons:
                 return _skip(found, name, "; ".join(reasons))
-            Examination(backend, item, repeats).run()
+            examined = Examination(backend, item, repeats)
+            with dots_by_row() if examined.is_invariant else nullcontext():
+                examined.run()
     except NoRoomError as error:
         return _skip(found, name, str(error))
     except AssertionError as error:
