@@ -17,6 +17,8 @@ from specmla.models.grouped_experts import GroupedExperts, group_experts
 from specmla.models.moe import DeepseekMoE, MoEConfig
 from specmla.testing import assert_within_budget
 
+pytestmark = pytest.mark.usefixtures("dots_by_row")
+
 DTYPES = [torch.float32, torch.float16]  # the interpreter's exact ones
 
 

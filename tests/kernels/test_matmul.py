@@ -15,6 +15,8 @@ from specmla.kernels.matmul import find_tile, matmul_rows
 from specmla.row_local import Linear, RMSNorm, multiply, multiply_heads
 from specmla.testing import assert_within_budget
 
+pytestmark = pytest.mark.usefixtures("dots_by_row")
+
 DTYPES = [torch.float32, torch.float16]
 if torch.cuda.is_available():
     DTYPES.append(torch.bfloat16)

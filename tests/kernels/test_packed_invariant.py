@@ -20,6 +20,8 @@ from specmla.kernels.launch import LaunchEntry
 from specmla.mask import DraftMask
 from specmla.testing import VerifyCase, assert_matches_oracle, make_case
 
+pytestmark = pytest.mark.usefixtures("dots_by_row")
+
 SMALL: dict[str, Any] = {"kv_lora_rank": 32, "rope_dim": 16, "page_size": 16}
 WIDE = LaunchEntry(64, 64, 32, 8, 2, branched=True)
 NARROW = LaunchEntry(16, 16, 16, 4, 1)

@@ -21,6 +21,8 @@ from specmla.models.grouped_experts import group_experts
 from specmla.models.moe import MoEConfig
 from specmla.verify.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("dots_by_row")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DIMS = MLAConfig(40, 2, 32, 12, 16, 10)
 EXPERTS = MoEConfig(

@@ -21,6 +21,8 @@ from specmla.verify.sampling import SamplingParams
 from specmla.verify.step import VerifyStep
 from tests.models.test_invariant_model import make_model
 
+pytestmark = pytest.mark.usefixtures("dots_by_row")
+
 PAGE = 16
 PROMPT = [(7 * i + 3) % 50 for i in range(37)]
 """Two pages and five tokens; its text ends one token after the third page."""

@@ -15,6 +15,8 @@ from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.row_local import Linear
 from tests.models.test_invariant_model import make_model
 
+pytestmark = pytest.mark.usefixtures("dots_by_row")
+
 
 def refused(model: DeepseekForCausalLM) -> str:
     with pytest.raises(UnsupportedError) as caught:
