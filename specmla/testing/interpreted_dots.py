@@ -17,7 +17,8 @@ def dots_by_row() -> Iterator[None]:
     AVX-512. What compares bits of batch-invariant kernels on a CPU needs this; compiled kernels
     are left as they are. It may be nested, but is not for several threads.
     """
-    if importlib.util.find_spec("triton") is None:
+    # The interpreter needs both; where one is missing nothing is interpreted.
+    if not all(map(importlib.util.find_spec, ("triton", "numpy"))):
         yield
         return
     from triton.runtime import interpreter
