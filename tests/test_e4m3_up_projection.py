@@ -30,6 +30,8 @@ from tests.models.test_weights import make_model
 from tests.test_invariance import ALONE, PROMPT, VERIFY, Served, assert_same, make_layer
 from tests.test_prefill_memory import LiveBytes
 
+pytestmark = pytest.mark.usefixtures("dots_by_row")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16]
 if DEVICE.type == "cuda":
