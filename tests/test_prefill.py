@@ -141,6 +141,10 @@ def test_one_pass_where_it_fits_else_chunks_and_new_rows() -> None:
     case.attend(backend, case.workspace(32))
     # What is left of the context, 5 + 8 rows, fits beside the 5 new ones.
     assert [(*call[:2], call[4]) for call in backend.calls] == [(3, 32, False), (5, 18, True)]
+    backend.calls.clear()
+    filled = make_prompt_case([(11, 48), (5, 16)], page_size=16, **SMALL)
+    filled.attend(backend, filled.workspace(32))  # 37 + 11 rows of context, 16 new ones
+    assert [(*call[:2], call[4]) for call in backend.calls] == [(11, 32, False), (16, 32, True)]
 
 
 def test_the_budget_is_one_block_at_least_and_chunks_stay_in_the_workspace() -> None:

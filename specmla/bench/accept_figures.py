@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specmla.bench.environment import command_of, place_of
+from specmla.bench.markdown import table
 from specmla.bench.report import TIMED, WRONG
 
 Row = Mapping[str, Any]
@@ -40,14 +41,14 @@ def _table(rows: Sequence[Row]) -> str:
     shown = len(FORM) if many else len(FORM) - 1
     header = ["", *FORM[1:shown], "read once, µs", "fused, µs", "x", "aim", "torch, µs", "x"]
     header += ["sort, µs", "x"]
-    lines = [header, ["---"] * shown + ["---:"] * (len(header) - shown)]
+    lines = []
     for form, by in forms.items():
         one = next(iter(by.values()))
         aim = "-" if one["aim"] is None else f"{one['aim']:g}"
         cells = [f"{one['read_us']:.0f}", *_cells(by, "triton"), aim]
         cells += [*_cells(by, "torch"), *_cells(by, "sort")]
         lines.append([*map(str, form[:shown]), *cells])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return table(header, lines, "l" * shown, f"{len(lines)} forms by shape, rule, filter and q")
 
 
 def _cells(by: Mapping[str, Row], provider: str) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specmla.bench.compare_aims import compare_aims
+from specmla.bench.markdown import table
 
 PLOT = "docs/compare.png"
 
@@ -52,8 +53,8 @@ def _first_of_each_temperature(rows: Sequence[Mapping[str, Any]]) -> list[Mappin
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     header = ["drafter", "rule", "T", "tokens_per_step", "expected", "mean_acceptance_length"]
     header += ["draft_acceptance_rate", "min(p, q)", "tokens/s", "plain", "gain"]
-    lines = [header, ["---", "---"] + ["---:"] * (len(header) - 2), *map(_cells, rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    title = f"{len(rows)} rows by drafter, rule and temperature"
+    return table(header, list(map(_cells, rows)), "ll", title)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specmla.bench.environment import command_of, place_of
+from specmla.bench.markdown import table
 
 AIM = 1.5
 """Times plain decoding."""
@@ -35,10 +36,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = sorted({_column(row) for row in rows})
     cells = {(row["drafter"], _column(row)): _cell(row) for row in rows}
     header = ["drafter", *(f"T = {t:g}, B = {b}" for t, b in columns)]
-    lines = [header, ["---"] + ["---:"] * len(columns)]
+    lines = []
     for name in dict.fromkeys(row["drafter"] for row in rows):
         lines.append([name, *(cells[name, column] for column in columns)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return table(header, lines)
 
 
 def _column(row: Mapping[str, Any]) -> tuple[float, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specmla.bench.markdown import table
+
 PLOT = "docs/drafter_training.png"
 AIMS = {"greedy": 3.2, "temperature_1": 2.3}
 """Tokens a step that DFlash or DSpark should reach."""
@@ -35,7 +37,7 @@ def _table(
     drafters: Mapping[str, Any], held_out: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> str:
     header = ["drafter", "MB", "K", "greedy", "by position", "T = 1", "by position", "expected"]
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1)]
+    lines = []
     for name, row in drafters.items():
         cells = [name, f"{sizes[name] / 1e6:.2f}" if name in sizes else "-"]
         cells.append(str(row["num_speculative_tokens"]))
@@ -45,7 +47,7 @@ def _table(
         known = held_out.get(name)
         cells.append(f"{known['expected_tokens_per_step']:.2f}" if known else "-")
         lines.append(cells)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return table(header, lines)
 
 
 def _aims(drafters: Mapping[str, Any]) -> str:

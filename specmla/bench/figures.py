@@ -20,6 +20,7 @@ from specmla.bench.drafter_figures import drafter_figures
 from specmla.bench.format_figures import format_figures
 from specmla.bench.grid_figures import grid_figures
 from specmla.bench.layer_figures import layer_figures
+from specmla.bench.markdown import table
 from specmla.bench.prefill_figures import prefill_figures
 from specmla.bench.step_figures import step_figures
 from specmla.bench.tree_figures import tree_figures
@@ -45,11 +46,6 @@ def figures(results: Path = RESULTS) -> str:
 def _read(path: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return loaded
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _step(found: dict[str, Any], others: Results) -> list[str]:
@@ -106,7 +102,7 @@ def _loop(found: dict[str, Any], others: Results) -> list[str]:
         "a gain against the plain run of its turn, with the range (the machine had other work at "
         "times). Verifying five rows costs a CPU more than one, so the gain shrinks with the batch "
         "and is a loss for sampling eight at once.\n\n"
-        + _table([*header], rows)
+        + table(header, rows)
         + "\n\n`python examples/pair.py --repeats 5`"
     ]
 

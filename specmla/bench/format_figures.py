@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from specmla.bench.markdown import table
+
 
 def format_figures(found: dict[str, Any]) -> list[str]:
     """Give the paragraph and its table; ratios are bfloat16's time over that of e4m3 rows."""
     rows = [r for r in found["rows"] if r["us"] is not None]
     times = {(r["batch"], r["provider"], r.get("cache_format")): r["us"] for r in rows}
-    lines = [
-        "| batch, µs | bfloat16 | `fp8` | ratio | `fp8` by `triton` |",
-        "| --- |" + " ---: |" * 4,
-    ]
+    lines = []
     for batch in dict.fromkeys(r["batch"] for r in rows):
         plain, coded = times[batch, "hopper", None], times[batch, "hopper", "fp8"]
         slow = times[batch, "triton", "fp8"]
-        lines.append(
-            f"| `{batch}` | {plain:.1f} | {coded:.1f} | {plain / coded:.2f} | {slow:.1f} |"
-        )
+        numbers = f"{plain:.1f}", f"{coded:.1f}", f"{plain / coded:.2f}", f"{slow:.1f}"
+        lines.append([f"`{batch}`", *numbers])
     env, heads = found["env"], rows[0]["heads"]
     worst = max(r["rel_err"] for r in rows if r.get("cache_format"))
     text = (
@@ -29,4 +27,4 @@ def format_figures(found: dict[str, Any]) -> list[str]:
         "1.40 at q 1 and 2 of `32q..s8k`, 1.25 at q 4. "
         "`python -m specmla.bench verify --impl hopper triton --cache-format fp8 --batch ...`"
     )
-    return [text, "\n".join(lines)]
+    return [text, table(["batch, µs", "bfloat16", "`fp8`", "ratio", "`fp8` by `triton`"], lines)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specmla.bench.comparison import OURS, PEERS, Comparison
+from specmla.bench.markdown import table
 from specmla.bench.points import SOMEWHERE, SUBSETS, Point
 from specmla.bench.report import TIMED
 from specmla.bench.targets import target_table
@@ -59,12 +60,13 @@ def _method(found: Comparison, document: Mapping[str, Any]) -> str:
 
 def _table(found: Comparison) -> str:
     points = dict.fromkeys(point for name in SHOWN for point in SUBSETS[name])
-    lines = [["batch, µs", "heads", *COLUMNS], ["---"] + ["---:"] * (1 + len(COLUMNS))]
+    lines = []
     for point in points:
         cells = [found.value(point, name) for name in COLUMNS]
         if any(cells):
             lines.append([_name(point), str(point.heads), *map(_us, cells)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    title = f"All providers at {len(lines)} points"
+    return table(["batch, µs", "heads", *COLUMNS], lines, summary=title)
 
 
 def _name(point: Point) -> str:

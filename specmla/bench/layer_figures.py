@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specmla.bench.markdown import table
+
 SHOWN = ("store", "fused", "absorb", "attend", "lift", "four", "layer")
 FORMS = ("eager", "captured")
 VARIANTS = {
@@ -43,13 +45,12 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     found: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(row["batch"], {})[row["part"]] = row
-    lines = [["batch, µs", *SHOWN], ["---"] + ["---:"] * len(SHOWN)]
-    lines += [
+    lines = [
         [f"`{batch}` {form}", *(_cell(parts.get(part), form) for part in SHOWN)]
         for batch, parts in found.items()
         for form in FORMS
     ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return table(["batch, µs", *SHOWN], lines)
 
 
 def _cell(row: Mapping[str, Any] | None, form: str) -> str:

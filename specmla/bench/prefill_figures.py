@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specmla.bench.environment import command_of, place_of
+from specmla.bench.markdown import table
 
 SLOWER_AIM = 1.05
 """Most that chunks may take, times one pass, where that fits."""
@@ -43,11 +44,6 @@ def prefill_figures(found: Mapping[str, Any]) -> list[str]:
     return [*parts, command_of(env)]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def _form(row: Row) -> str:
     return row["form"] if row["workspace_rows"] is None else f"chunks of {row['workspace_rows']}"
 
@@ -60,7 +56,7 @@ def _contexts(rows: Sequence[Row]) -> str:
         given = [cells.get((context, form)) for form in forms]
         lines.append([f"{context}", *map(_time, given), *map(_peak, given)])
     header = ["context", *(f"{form}, ms" for form in forms), *(f"{form}, MiB" for form in forms)]
-    return _table(header, lines)
+    return table(header, lines)
 
 
 def _time(row: Row | None) -> str:
@@ -107,7 +103,7 @@ def _providers(rows: Sequence[Row]) -> str:
     names = list(dict.fromkeys(row["provider"] for row in rows))
     cells = {(row["batch"], row["provider"]): _rate(row) for row in rows}
     batches = dict.fromkeys(row["batch"] for row in rows)
-    return _table(
+    return table(
         ["batch", *names],
         [[f"`{batch}`", *(cells.get((batch, name), "-") for name in names)] for batch in batches],
     )

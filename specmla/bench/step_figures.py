@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specmla.bench.environment import command_of, place_of
+from specmla.bench.markdown import table
 
 
 def step_figures(found: Mapping[str, Any]) -> list[str]:
@@ -30,12 +31,12 @@ def _table(found: Mapping[str, Any]) -> str:
     counts = sorted({row["drafts"] for row in found["rows"]})
     cells = {(row["requests"], row["drafts"]): _cell(row) for row in found["rows"]}
     header = ["batch", *(f"K = {count}" for count in counts), "best K", "break-even K"]
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1)]
+    lines = []
     for summary in found["summaries"]:
         requests = summary["requests"]
         ends = [str(summary[name]) for name in ("best_drafts", "break_even_drafts")]
         lines.append([str(requests), *(cells[requests, count] for count in counts), *ends])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return table(header, lines)
 
 
 def _cell(row: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from specmla.bench.comparison import OURS, PEERS, Comparison, PointClass, geometric_mean
+from specmla.bench.markdown import table
 from specmla.bench.points import Point
 from specmla.mask import DraftMask
 
@@ -114,8 +115,7 @@ def judge(document: Mapping[str, Any]) -> list[Judged]:
 def target_table(document: Mapping[str, Any]) -> str:
     """Format the judgement as Markdown."""
     rows = [judged.cells() for judged in judge(document)]
-    lines = [HEADER, ["---"] + ["---:"] * 5 + ["---"], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return table(HEADER, rows, "lrrrrrl")
 
 
 def _class_line(found: Comparison, kind: PointClass, required: float, aim: float) -> Judged:

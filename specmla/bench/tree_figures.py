@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specmla.bench.environment import command_of, place_of
+from specmla.bench.markdown import table
 
 
 def tree_figures(found: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -26,10 +27,9 @@ def tree_figures(found: Mapping[str, Any], others: Mapping[str, Mapping[str, Any
         f"{env['date'][:10]}; beside the time of reading logits and q once at copy bandwidth. "
         f"`move` brings accepted rows to the front in {sizes['layers']} layers."
     )
-    lines = ["| part | µs | times reading once |", "| --- | ---: | ---: |"]
-    lines += [
-        f"| {row['part']} | {row['us']:.0f} | {row['times_read_once']:.1f} |"
-        for row in found["rows"]
+    lines = [
+        [row["part"], f"{row['us']:.0f}", f"{row['times_read_once']:.1f}"] for row in found["rows"]
     ]
+    shown = table(["part", "µs", "times reading once"], lines)
     whole = intro + ("" if fused or "tree" in timed else late)
-    return [f"{whole}\n\n" + "\n".join(lines) + f"\n\n{command_of(env)}"]
+    return [f"{whole}\n\n{shown}\n\n{command_of(env)}"]

@@ -199,6 +199,19 @@ def test_the_triton_backends_pass_interpreted(name: str) -> None:
     assert {"heads-3", "slice", "dims-16-128", "refuses-dtype-float64"} <= set(report.passed)
 
 
+@pytest.mark.slow
+def test_batch_invariant_kernels_pass_interpreted() -> None:
+    """Whatever the CPU's products of matrices do with a row's place."""
+    pytest.importorskip("triton")
+    from specmla.kernels import prims
+
+    if not prims.INTERPRETED:
+        pytest.skip("kernels are compiled here: tests/gpu checks them in full")
+    report = check(get_backend("triton", batch_invariant=True), only="^rows$")
+    report.raise_if_failed()
+    assert report.passed == ["rows"]
+
+
 def made_for(name: str, backend: str = "reference") -> AttentionBackend:
     scale = {"k_scale": 2.0**-6} if name == "fp8" else {}
     made = cache_format(name, 512, 64, dtype=torch.float32, **scale)
