@@ -29,6 +29,14 @@ class Step(NamedTuple):
     def fused(self, rule: str, *, block: int | None = None, slots: int | None = None) -> Accepted:
         return fused_accept(self.inputs, self.filters, rule, block=block, slots=slots)
 
+    def kept_mass(self) -> Tensor:
+        """Give the exact mass [B, K + 1] float64 of what each row keeps, to its maximum."""
+        logits = self.inputs.logits[self.inputs.table].double()
+        kept = processed_probs(logits, self.batch).probs > 0
+        temperature = self.batch.temperature.double().clamp(min=1e-9)[:, None, None]
+        raised = (logits - logits.amax(-1, keepdim=True)) / temperature
+        return raised.exp().where(kept, 0.0).sum(-1)
+
     def pure(self, rule: str) -> tuple[Acceptance, Tensor]:
         """Give what the rule decides, and the flags [B] of rows and draws."""
         logits, table, drafts, q, seeds, positions = self.inputs
