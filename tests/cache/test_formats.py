@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +114,7 @@ def test_sizes_of_deepseek_rows(name: str, row_bytes: int, alignment: int) -> No
     ("name", "reason"),
     [
         ("fp8_e5m2", "two mantissa bits"),
+        ("e5m2", "two mantissa bits"),
         ("mxfp8_ds_mla", "528 bytes"),
         ("nvfp4", "288 bytes"),
         ("int8", "accepted are .*fp8_ds_mla"),
@@ -133,6 +136,31 @@ def test_scales_that_are_no_scales_are_refused(name: str, bad: float) -> None:
 def test_both_scales_are_judged(bad: float) -> None:
     with pytest.raises(ArgumentError, match=f"k_scale is {bad}.*v_scale is {bad}"):
         cache_format("fp8", C, R, k_scale=bad, v_scale=bad)
+
+
+@pytest.mark.parametrize("name", ["bf16", *QUANTISED])
+@pytest.mark.parametrize("bad", ["1", None, True, torch.tensor(0.5)], ids=repr)
+def test_scales_that_are_no_numbers_are_refused(name: str, bad: Any) -> None:
+    """A tensor too: it may change, and neither compares nor hashes as a format must."""
+    with pytest.raises(ArgumentError, match=rf"k_scale is {re.escape(repr(bad))}, accepted are"):
+        cache_format(name, C, R, k_scale=bad)
+    if bad is not None:
+        with pytest.raises(ArgumentError, match=rf"v_scale is {re.escape(repr(bad))}, accepted"):
+            cache_format(name, C, R, v_scale=bad)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_dtypes_that_are_none_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match=r"dtype is bf16, accepted are .*torch\.bfloat16"):
+        cache_format(name, C, R, dtype="bf16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4_ds_mla"])
+def test_an_equal_scale_for_values_makes_no_other_format(name: str) -> None:
+    """A cache whose checkpoint gives both and a backend that was given one go together."""
+    both = cache_format(name, C, R, k_scale=0.5, v_scale=0.5)
+    assert both == cache_format(name, C, R, k_scale=0.5)
+    assert both != cache_format(name, C, R, k_scale=0.25)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "nvfp4_ds_mla"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar
 
 import torch
@@ -126,19 +127,31 @@ class CacheFormat(abc.ABC):
         """
 
 
+def largest_scale(dtype: torch.dtype, largest_code: float) -> float:
+    """Give the scale that keeps the largest code finite in float32 and in the rows' dtype.
+
+    float32 alone decides where `dtype` is none that rows can have, which is refused elsewhere.
+    """
+    limits = [torch.finfo(kind).max for kind in (torch.float32, dtype) if kind in DTYPES]
+    return min(limits) / largest_code
+
+
 def scale_problems(k_scale: float, v_scale: float | None, largest: float) -> list[str]:
     """List why latents can't have these scales: one scale serves score and value.
 
     Args:
-        k_scale: what a code is multiplied by.
+        k_scale: what a code is multiplied by, a number: a tensor may change later.
         v_scale: None, or the same value: there is one latent for both.
-        largest: largest finite value of the dtype that rows come out in, divided by the largest
-            code.
+        largest: see `largest_scale`.
     """
-    found = []
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None and not (math.isfinite(scale) and scale > 0):
-            found.append(f"{name} is {scale}, accepted are finite values > 0")
+    given = {"k_scale": k_scale} | ({} if v_scale is None else {"v_scale": v_scale})
+    found = [
+        f"{name} is {scale!r}, accepted are finite values > 0, as a number"
+        for name, scale in given.items()
+        if not isinstance(scale, Real)
+        or isinstance(scale, bool)
+        or not (math.isfinite(scale) and scale > 0)
+    ]
     if found:
         return found
     if v_scale is not None and v_scale != k_scale:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from specmla.cache.formats.base import CacheFormat, FormatPart, scale_problems
+from specmla.cache.formats.base import CacheFormat, FormatPart, largest_scale, scale_problems
 from specmla.cache.formats.e4m3 import E4M3_MAX, decode_e4m3, divide, encode_e4m3
 
 
@@ -20,17 +20,16 @@ class Fp8Format(CacheFormat):
 
     Attributes:
         k_scale: a float32 value > 0 for which 448 * k_scale is finite in `dtype`.
-        v_scale: None or `k_scale`; keys and values are one latent.
+        v_scale: None or `k_scale`, which is the same: keys and values are one latent.
     """
 
     name: ClassVar[str] = "fp8"
     k_scale: float = 1.0
-    v_scale: float | None = None
+    v_scale: float | None = field(default=None, compare=False)
 
     def problems(self) -> list[str]:
         """List every reason why there are no such rows, scales included."""
-        limit = torch.finfo(self.dtype if self.dtype.is_floating_point else torch.float32).max
-        largest = min(limit, torch.finfo(torch.float32).max) / E4M3_MAX
+        largest = largest_scale(self.dtype, E4M3_MAX)
         return super().problems() + scale_problems(self.k_scale, self.v_scale, largest)
 
     @property

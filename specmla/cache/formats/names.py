@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specmla.cache.formats.base import CacheFormat, scale_problems
+from specmla.cache.formats.base import CacheFormat, largest_scale, scale_problems
 from specmla.cache.formats.fp8 import Fp8Format
 from specmla.cache.formats.fp8_ds_mla import Fp8DsMlaFormat
 from specmla.cache.formats.fp8_per_token_head import Fp8PerTokenHeadFormat
@@ -27,8 +27,11 @@ SELF_SCALED: dict[str, type[CacheFormat]] = {
 QUANTISED_NAMES = (*SCALED, *SELF_SCALED)
 """Every format that is not plain."""
 
+_E5M2 = "e5m2 keeps two mantissa bits and is not served, accepted is 'fp8' (e4m3)"
+
 REFUSED = {
-    "fp8_e5m2": "e5m2 keeps two mantissa bits and is not served, accepted is 'fp8' (e4m3)",
+    "e5m2": _E5M2,
+    "fp8_e5m2": _E5M2,
     "mxfp8_ds_mla": "rows of 528 bytes (MXFP8) are not served, accepted is 'fp8_ds_mla' (656)",
     "nvfp4": "rows of 288 bytes (NVFP4) are not served, accepted is 'nvfp4_ds_mla' (352)",
 }
@@ -72,7 +75,7 @@ def cache_format(
     if name in SCALED:
         dims = kv_lora_rank, qk_rope_head_dim
         return SCALED[name](*dims, dtype or torch.bfloat16, k_scale, v_scale)
-    found = scale_problems(k_scale, v_scale, torch.finfo(torch.float32).max)
+    found = scale_problems(k_scale, v_scale, largest_scale(torch.float32, 1.0))
     if name in SELF_SCALED and not found and k_scale != 1.0:
         found.append(f"k_scale is {k_scale}, accepted is 1: the rows carry their own scales")
     if name in PLAIN_NAMES and dtype not in (None, PLAIN_NAMES[name]):

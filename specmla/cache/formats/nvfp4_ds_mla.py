@@ -5,14 +5,14 @@ The order of bytes is ours, linear, and not claimed to be anyone else's: no scal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from specmla.cache.formats.base import CacheFormat, FormatPart, scale_problems
+from specmla.cache.formats.base import CacheFormat, FormatPart, largest_scale, scale_problems
 from specmla.cache.formats.e4m3 import (
     E4M3_MAX,
     NAN_CODE,
@@ -47,17 +47,16 @@ class Nvfp4DsMlaFormat(CacheFormat):
 
     Attributes:
         k_scale: a float32 value > 0 for which 2688 * k_scale is finite in `dtype`.
-        v_scale: None or `k_scale`; keys and values are one latent.
+        v_scale: None or `k_scale`, which is the same: keys and values are one latent.
     """
 
     name: ClassVar[str] = "nvfp4_ds_mla"
     k_scale: float = 1.0
-    v_scale: float | None = None
+    v_scale: float | None = field(default=None, compare=False)
 
     def problems(self) -> list[str]:
         """List every reason why there are no such rows, scales included."""
-        limit = torch.finfo(self.dtype if self.dtype.is_floating_point else torch.float32).max
-        largest = min(limit, torch.finfo(torch.float32).max) / (E4M3_MAX * E2M1_MAX)
+        largest = largest_scale(self.dtype, E4M3_MAX * E2M1_MAX)
         found = super().problems()
         if self.kv_lora_rank % GROUP:
             found.append(
