@@ -43,8 +43,9 @@ class BatchRules:
     def __post_init__(self) -> None:
         """Refuse what can't be served."""
         found = count_problems({"num_speculative_tokens": self.num_speculative_tokens}, 0)
-        if not isinstance(self.batch_invariant, bool):
-            found.append(f"batch_invariant is {self.batch_invariant!r}, accepted are True, False")
+        for name in ("parallel_drafting", "batch_invariant"):
+            if not isinstance(switch := getattr(self, name), bool):
+                found.append(f"{name} is {switch!r}, accepted are True, False")
         if not isinstance(self.workspace, PrefillWorkspace | None):
             found.append(f"workspace is {self.workspace!r}, accepted is a PrefillWorkspace or None")
         elif self.workspace is not None and not self.workspace.is_locked:

@@ -75,11 +75,11 @@ class PrefillWorkspace:
         Raises:
             ArgumentError: fewer rows than a page, or growth after `lock`; nothing was allocated.
         """
-        if num_rows < self.page_size:
-            raise ArgumentError(
-                f"PrefillWorkspace.claim: num_rows is {num_rows}, accepted are values >= "
-                f"page_size ({self.page_size})"
-            )
+        found = count_problems({"num_rows": num_rows}, self.page_size)
+        require(
+            [f"{text}: page_size ({self.page_size}) at least" for text in found],
+            "PrefillWorkspace.claim",
+        )
         wanted = _whole_pages(num_rows, self.page_size)
         if wanted <= self.num_rows:
             return

@@ -199,3 +199,5 @@ def test_rules_that_do_not_fit_are_refused_with_all_reasons_and_change_nothing()
         builder(SINGLE, 4)
     with pytest.raises(ArgumentError, match=r"num_speculative_tokens is -1.*; workspace is not"):
         BatchRules(-1, workspace=PrefillWorkspace(24, 16, torch.float32, "cpu"))
+    with pytest.raises(ArgumentError, match="parallel_drafting is 'no', accepted are True, False"):
+        BatchRules(1, parallel_drafting="no")  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -56,3 +58,11 @@ def test_refusals() -> None:
     with pytest.raises(ArgumentError, match="0 rows are claimed"):
         workspace.lock()
     assert not workspace.is_locked
+
+
+@pytest.mark.parametrize("count", ["64", 64.5, float("nan"), None, True])
+def test_counts_that_are_no_integers_are_refused(count: Any) -> None:
+    workspace = PrefillWorkspace(24, 16, torch.float32, "cpu")
+    with pytest.raises(ArgumentError, match=f"num_rows is {count!r}, accepted are integers"):
+        workspace.claim(count)
+    assert workspace.num_rows == 0
