@@ -38,6 +38,7 @@ from specmla.cache.projected import store_projected
 from specmla.config import MLAConfig
 from specmla.errors import require
 from specmla.invariance import step_problems
+from specmla.layer_inputs import input_problems
 from specmla.metadata import PrefillPart, StepMetadata, VerifyPart
 from specmla.prefill import PromptAttention
 from specmla.quant_output import QuantOutput
@@ -103,8 +104,9 @@ class MLAAttention(nn.Module):
             [T, D], without gradients (`forward_full` has them).
 
         Raises:
-            ArgumentError: another number of rows than `metadata` has, rows that the cache or the
-                backend refuse, or a step that is not batch-invariant where the layer is.
+            ArgumentError: another number of rows than `metadata` has, a step or a backend for
+                another cache, rows that one of them refuses, or a step that is not batch-invariant
+                where the layer is.
         """
         attended = self.attend(hidden, angles, cache, layer_id, metadata, backend)
         projected: Tensor = self.o_proj(attended)
@@ -127,19 +129,12 @@ class MLAAttention(nn.Module):
             [T, H * V], or the first T rows of `output`, quantised from the model's dtype.
 
         Raises:
-            ArgumentError: as `forward`, or an output of too few rows, of another width or dtype;
-                nothing was stored.
+            ArgumentError: as `forward`, or an output of too few rows, of another width, dtype or
+                device; all reasons are listed and nothing was stored.
         """
-        width = self.config.num_heads * self.config.v_head_dim
-        rows, one = metadata.num_rows, self.config.v_head_dim
-        reasons = [] if output is None else output.problems(rows, width, hidden.dtype, one)
+        reasons = input_problems(self.config, hidden, cache, layer_id, metadata, backend, output)
         if self.batch_invariant:
             reasons += step_problems(hidden, cache, metadata, backend, self.fused_store)
-        if hidden.shape[:-1] != metadata.positions.shape:
-            reasons.append(
-                f"hidden has shape {tuple(hidden.shape)}, accepted is [T={rows}, "
-                f"D={self.config.hidden_size}]"
-            )
         require(reasons, "MLAAttention")
         q_nope, q_rope = self._query(hidden, angles)
         pages = self._store(hidden, angles, cache, layer_id, metadata.slot_mapping)
@@ -154,9 +149,9 @@ class MLAAttention(nn.Module):
             gather, scale = row_reader(cache, layer_id, codes=backend.query_form is not None)
             parts.append(self.forward_mha(query, gather, prefill, backend, row_scale=scale))
         if not parts:
-            parts.append(hidden.new_empty(0, width))
+            parts.append(hidden.new_empty(0, self.config.num_heads * self.config.v_head_dim))
         lifted = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return output.write(lifted, rows - len(lifted)) if output is not None else lifted
+        return output.write(lifted, len(hidden) - len(lifted)) if output is not None else lifted
 
     def forward_mqa(
         self,

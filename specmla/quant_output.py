@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from specmla.errors import require
+from specmla.errors import kind_problem, require
 from specmla.quant_key import QuantKey, infer_quant_key
 from specmla.quantise import quantise_groups, quantise_nvfp4, quantise_static
 
@@ -57,6 +57,16 @@ class QuantOutput:
         *,
         fused: bool = False,
     ) -> None:
+        tensors = {"values": values, "scale": scale, "block_scale": block_scale}
+        found = [
+            text
+            for name, given in tensors.items()
+            if given is not None or name == "values"
+            for text in kind_problem(name, given, Tensor)
+        ]
+        if not isinstance(fused, bool):
+            found.append(f"fused is {fused!r}, accepted are True, False")
+        require(found, "QuantOutput")
         key, found = infer_quant_key(values, scale, block_scale)
         found += _values_problems(values)
         if scale is not None:
@@ -79,11 +89,16 @@ class QuantOutput:
         return self.values.shape[1] * self.key.values_per_element
 
     def problems(
-        self, num_rows: int, width: int, dtype: torch.dtype, head_width: int | None = None
+        self,
+        num_rows: int,
+        width: int,
+        dtype: torch.dtype,
+        head_width: int | None = None,
+        device: torch.device | None = None,
     ) -> list[str]:
         """List why `num_rows` rows of `width` values of a model of `dtype` can't go here.
 
-        `head_width` is V, of which a fused output needs whole groups.
+        `head_width` is V, of which a fused output needs whole groups; `device` that of the rows.
         """
         found, group = [], self.key.group or 1
         if self.fused and (head_width is None or head_width % group):
@@ -92,6 +107,10 @@ class QuantOutput:
             found.append(f"dtype is {dtype}, accepted by a fused output are {FUSED_NAMES}")
         if self.width != width:
             found.append(f"output holds {self.width} values a row, accepted are H * V = {width}")
+        if device is not None and self.values.device != device:
+            found.append(
+                f"output is on {self.values.device}, accepted is {device}, where the rows are"
+            )
         if self.values.shape[0] < num_rows:
             found.append(f"output holds {self.values.shape[0]} rows, accepted are >= {num_rows}")
         if self.key is QuantKey.NONE and self.values.dtype != dtype:
@@ -164,6 +183,8 @@ def _scale_problems(scale: Tensor) -> list[str]:
         return [
             f"scale is {scale.dtype} of shape {list(scale.shape)}, accepted is one torch.float32"
         ]
+    if scale.is_meta:
+        return ["scale is on meta, accepted is a device with memory: its value is checked"]
     value = float(scale)
     if not 0.0 < value < torch.inf:
         return [f"scale is {value}, accepted are finite values > 0"]

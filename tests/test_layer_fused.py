@@ -44,7 +44,7 @@ def make_cache(dtype: torch.dtype, impl: str) -> LatentCache:
 
 def run(layer: MLAAttention, cache: LatentCache, dtype: torch.dtype) -> list[Tensor]:
     """A prompt, then a verify of three rows beside another prompt."""
-    backend = ReferenceBackend()
+    backend = ReferenceBackend(cache.format)
     builder = MetadataBuilder(
         backend=backend,
         page_size=PAGE,

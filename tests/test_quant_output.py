@@ -218,6 +218,23 @@ REFUSED: dict[str, tuple[Callable[[], QuantOutput], str]] = {
         lambda: QuantOutput(buffer(E4M3, T, W), torch.ones(T, 1)),
         r"scale is torch.float32 of shape \[7, 1\]",
     ),
+    "values-no-tensor": (
+        lambda: QuantOutput([1.0], 0.5, "x"),  # type: ignore[arg-type]
+        r"values is \[1.0\], accepted is a torch.Tensor; scale is 0.5, .* block_scale is 'x', ",
+    ),
+    "values-none": (lambda: QuantOutput(None), r"values is None, accepted is a torch.Tensor"),
+    "scale-number": (
+        lambda: QuantOutput(buffer(E4M3, T, W), 0.5),  # type: ignore[arg-type]
+        r"scale is 0.5, accepted is a torch.Tensor",
+    ),
+    "scale-without-value": (
+        lambda: QuantOutput(buffer(E4M3, T, W).to("meta"), scale().to("meta")),
+        r"scale is on meta, accepted is a device with memory",
+    ),
+    "fused-no-bool": (
+        lambda: QuantOutput(buffer(E4M3, T, W), scale(), fused="no"),  # type: ignore[arg-type]
+        r"fused is 'no', accepted are True, False",
+    ),
     "device": (
         lambda: QuantOutput(buffer(E4M3, T, W).to("meta"), scale()),
         r"buffers are on \['cpu', 'meta'\], accepted is one device",
@@ -260,6 +277,11 @@ def test_layer_refuses_before_it_stores() -> None:
         (MAKE[QuantKey.NVFP4](3), r"output holds 3 rows, accepted are >= 4"),
         (QuantOutput(buffer(F32, 4, W)), r"output is torch.float32, accepted is torch.bfloat16"),
         (QuantOutput(buffer(U8, 3, 64), scale(), buffer(E4M3, 3, 8)), r"128 values.*3 rows"),
+        (
+            QuantOutput(torch.empty(4, W, dtype=torch.bfloat16, device="meta")),
+            r"output is on meta, accepted is cpu, where the rows are",
+        ),
+        (buffer(E4M3, 4, W), r"output is a Tensor, accepted is a specmla.quant_output.QuantOutput"),
     ):
         with pytest.raises(ArgumentError, match=message):
             layer.attend(*args, output)
