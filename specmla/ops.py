@@ -1,9 +1,11 @@
-"""Store and attend as operators of `torch.library`: what a compiled graph calls.
+"""Store, attend and lift as operators of `torch.library`: what a compiled graph calls.
 
 `store` declares that it writes the pool and `attend` takes the pool itself, so their order is a
 data dependency and the pool needs no copy. `store_token` and `attend_token` are the same with the
 pool out of the graph: there nothing but the token, an empty tensor that the one returns and the
 other takes, says that a layer's rows are stored and before they are read.
+
+`lift` is a layer's second product of latents, in the memory that the eager layer gives it.
 
 An operator takes tensors and numbers. The cache and the planned step, which are Python objects, are
 passed as keys: one-element int64 tensors on the CPU, whose value is no part of a compiled graph, so
@@ -98,6 +100,24 @@ def _attend_token(
     return _attend(q_latent, q_rope, pool, step_key, softmax_scale)
 
 
+def lift_heads(latent: Tensor, w_uv_t: Tensor) -> Tensor:
+    """Multiply latents `[T, H, C]` by `[H, C, V]` to `[T, H * V]`.
+
+    The product goes to its place at once, head by head between the others, which saves a copy of
+    the values. As operator `lift` in compiled graphs, whose compilers take no such output: another
+    product would round otherwise on some CPUs.
+    """
+    heads, _, width = w_uv_t.shape
+    values = latent.new_empty(len(latent), heads, width)
+    torch.bmm(latent.transpose(0, 1), w_uv_t, out=values.transpose(0, 1))
+    return values.flatten(1)
+
+
+def _lifted(latent: Tensor, w_uv_t: Tensor) -> Tensor:
+    """Give what `lift_heads` returns, by shape."""
+    return latent.new_empty(latent.shape[0], w_uv_t.shape[0] * w_uv_t.shape[2])
+
+
 def _nothing(*_: object) -> None:
     """Stand for an operator that returns nothing."""
 
@@ -140,6 +160,7 @@ for _schema, _implementation, _fake in (
         _attend_token,
         _state,
     ),
+    ("lift(Tensor latent, Tensor w_uv_t) -> Tensor", lift_heads, _lifted),
 ):
     _name = _LIBRARY.define(_schema)
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specmla.config import MLAConfig
+from specmla.ops import lift_heads
 from specmla.prompt_keys import PromptKeys
 from specmla.quant_output import QuantOutput
 from specmla.row_local import Linear, multiply_heads
@@ -43,19 +44,17 @@ class UpProjection(Linear):
     def lift(self, latent: Tensor) -> Tensor:
         """Turn attended latents `[T, H, C]` into values `[T, H * V]`.
 
-        Without gradients the product goes to its place at once, head by head between the others,
-        which saves a copy of the values. Graph compilers take no such output.
+        Without gradients the values are not copied, and the bits are the same compiled or not.
         """
         _, w_uv_t = self.absorbed_weights()
         if self.batch_invariant:
             return multiply_heads(latent, w_uv_t).flatten(1)
-        by_head = latent.transpose(0, 1)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return torch.bmm(by_head, w_uv_t).transpose(0, 1).flatten(1)
-        heads, _, width = w_uv_t.shape
-        values = latent.new_empty(len(latent), heads, width)
-        torch.bmm(by_head, w_uv_t, out=values.transpose(0, 1))
-        return values.flatten(1)
+        if torch.is_grad_enabled():
+            return torch.bmm(latent.transpose(0, 1), w_uv_t).transpose(0, 1).flatten(1)
+        if torch.compiler.is_compiling():
+            lifted: Tensor = torch.ops.specmla.lift(latent, w_uv_t)
+            return lifted
+        return lift_heads(latent, w_uv_t)
 
     def expand(self, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Up-project [..., C] and [..., R] to keys [..., H, P + R] and values [..., H, V]."""

@@ -55,6 +55,17 @@ def test_opcheck_attend(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_heads", [1, 4])
+def test_opcheck_lift(dtype: torch.dtype, num_heads: int) -> None:
+    """Between rows, heads and latents lie others, as a backend and a weight may have them."""
+    latent = torch.randn(7, num_heads + 1, 32).to(dtype)[:, 1:]
+    w_uv_t = torch.randn(num_heads, 28, 32).to(dtype)[:, 12:].transpose(1, 2)
+    torch.library.opcheck(torch.ops.specmla.lift.default, (latent, w_uv_t))
+    assert torch.equal(torch.ops.specmla.lift(latent, w_uv_t), ops.lift_heads(latent, w_uv_t))
+    assert torch.ops.specmla.lift(latent[:0], w_uv_t).shape == (0, num_heads * 16)
+
+
 @pytest.mark.parametrize("token", [False, True])
 def test_no_rows(token: bool) -> None:
     """By hand: opcheck can't copy empty tensors."""
