@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,16 @@ from specmla.errors import kind_problem, require
 from specmla.mask import DraftMask
 from specmla.query import QueryLenSupport
 from specmla.query_form import Fp8Query
+
+
+def form_kinds(forms: Mapping[str, object]) -> list[str]:
+    """List which of these, by argument, are no formats of rows and no form of queries, nor None."""
+    found = []
+    for name, form in forms.items():
+        if form is not None:
+            kind = Fp8Query if name == "query_form" else CacheFormat
+            found += kind_problem(name, form, kind)
+    return found
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,8 @@ class Requirements:
         """Refuse what can't be compared with what backends declare.
 
         Raises:
-            ArgumentError: sizes that are no integers, no device, no dtype; all are listed.
+            ArgumentError: sizes that are no integers, no device, no dtype, names in the place of
+                formats, masks or supports; all are listed.
         """
         names = ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size")
         sizes = {name: getattr(self, name) for name in names}
@@ -53,4 +65,9 @@ class Requirements:
         found = [f"{name} is {value!r}, accepted are integers" for name, value in wrong.items()]
         found += kind_problem("device", self.device, torch.device)
         found += kind_problem("dtype", self.dtype, torch.dtype)
+        if not isinstance(self.masks, Set) or not all(isinstance(m, DraftMask) for m in self.masks):
+            found.append(f"masks is {self.masks!r}, accepted are sets of {list(DraftMask)}")
+        found += kind_problem("query_len_support", self.query_len_support, QueryLenSupport)
+        found += kind_problem("graphs", self.graphs, GraphSupport)
+        found += form_kinds({"format": self.format, "query_form": self.query_form})
         require(found, "Requirements")

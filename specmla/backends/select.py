@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from specmla.backends.base import AttentionBackend, Requirements
+from specmla.backends.requirements import form_kinds
 from specmla.cache.formats.base import CacheFormat
 from specmla.cache.formats.plain import quantised
-from specmla.errors import ArgumentError, UnsupportedError
+from specmla.errors import ArgumentError, UnsupportedError, require
 from specmla.query_form import Fp8Query
 
 
@@ -62,12 +63,13 @@ def get_backend(
     """Make the backend of that name, whether or not it can run here.
 
     Raises:
-        ArgumentError: an unknown name.
+        ArgumentError: an unknown name, or one in the place of a format.
         UnsupportedError: batch-invariant results, a cache format or a query form are asked for and
             it has none.
     """
     if not isinstance(name, str) or name not in BACKENDS:
         raise ArgumentError(f"backend is {name!r}, accepted are {sorted(BACKENDS)}")
+    require(form_kinds({"cache_format": cache_format, "query_form": query_form}), "get_backend")
     return BACKENDS[name]().make(
         batch_invariant=batch_invariant, cache_format=cache_format, query_form=query_form
     )

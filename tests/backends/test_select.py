@@ -134,3 +134,26 @@ def test_unknown_names() -> None:
         choose_backend(needing(), "magic")
     with pytest.raises(ArgumentError, match="flashmla"):
         get_backend("magic")
+
+
+def test_names_in_the_place_of_formats_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"cache_format is 'fp8', accepted is .*CacheFormat"):
+        get_backend("reference", cache_format="fp8")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"query_form is 'fp8', accepted is .*Fp8Query"):
+        get_backend("reference", query_form="fp8")  # type: ignore[arg-type]
+
+
+def test_requirements_name_everything_that_is_of_no_accepted_kind() -> None:
+    wrong: dict[str, Any] = {
+        "format": "fp8",
+        "query_form": 2.0,
+        "masks": "tree",
+        "query_len_support": "varlen",
+        "graphs": True,
+    }
+    with pytest.raises(ArgumentError) as raised:
+        Requirements(torch.device("cpu"), torch.float32, 3, 128, 32, 16, **wrong)
+    for name, value in wrong.items():
+        assert f"{name} is {value!r}, accepted " in str(raised.value)
+    with pytest.raises(ArgumentError, match=r"masks is \['tree'\], accepted "):
+        Requirements(torch.device("cpu"), torch.float32, 3, 128, 32, 16, masks=["tree"])  # type: ignore[arg-type]
