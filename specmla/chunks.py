@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specmla.errors import require
+from specmla.errors import count_problems, require
 
 KEY_STEP = 64
 """Keys that are folded in parts are cut at multiples of this; each block of the kernel divides it.
@@ -130,10 +130,8 @@ def plan_chunks(context_lens: Sequence[int], row_budget: int, page_size: int) ->
 
 
 def _size_problems(context_lens: Sequence[int], row_budget: int, page_size: int) -> list[str]:
-    found = []
-    if page_size < 1:
-        found.append(f"page_size is {page_size}, accepted are values >= 1")
-    if row_budget < max(page_size, 1):
+    found = count_problems({"page_size": page_size, "row_budget": row_budget})
+    if not found and row_budget < page_size:
         found.append(f"row_budget is {row_budget}, accepted is a page ({page_size}) or more")
     found += [
         f"context_lens of request {i} is {length}, accepted are values >= 0"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,6 +65,21 @@ def test_bad_budgets_and_lengths_are_refused_with_all_reasons() -> None:
     assert [text for text in wanted if text not in str(caught.value)] == []
     with pytest.raises(ArgumentError, match=r"page_size is 0.*; row_budget is 0"):
         plan_chunks([1], 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("row_budget", "page_size", "reason"),
+    [
+        (float("nan"), 16, "row_budget is nan, accepted are integers >= 1"),
+        (48, 0, "page_size is 0, accepted are integers >= 1"),
+        (48, "16", "page_size is '16', accepted are integers"),
+    ],
+)
+def test_sizes_that_are_none_are_refused_by_name(
+    row_budget: Any, page_size: Any, reason: str
+) -> None:
+    with pytest.raises(ArgumentError, match=reason):
+        plan_chunks([5], row_budget, page_size)
 
 
 def plan(*chunks: list[tuple[int, int, int]], lens: tuple[int, ...] = (40, 20)) -> ChunkPlan:
