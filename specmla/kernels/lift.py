@@ -114,7 +114,7 @@ def lift_kernel(
             tl.store(out_at + columns, tl.reshape(code, [BLOCK_M, BLOCK_N]), mask=kept)
         else:
             whole = tl.load(scale_ptr)
-            made = encode_e4m3(tl.div_rn(absmax, E2M1_MAX * whole))
+            made = encode_e4m3(tl.div_rn(absmax, whole * E2M1_MAX))
             step = decode_e4m3(made) * whole
             is_zero = step == 0.0
             share = tl.div_rn(grouped, tl.where(is_zero, 1.0, step)[:, None])
