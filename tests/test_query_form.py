@@ -213,6 +213,9 @@ def test_codes_are_gathered_as_they_are(impl: str, scale: float) -> None:
     assert torch.equal(got.float() * scale, cache.gather(1, slots))
     with pytest.raises(ArgumentError, match=r"memory has 72 bytes.*accepted are 720 or more"):
         gather_codes(cache, 1, slots, memory[0, :36])
+    strided = torch.empty(2 * memory.numel(), dtype=memory.dtype, device=DEVICE)[::2]
+    with pytest.raises(ArgumentError, match=r"strides \(2,\).*accepted are 720 or more, contig"):
+        gather_codes(cache, 1, slots, strided)
     other = cache_format("fp8_ds_mla", C, R, dtype=torch.float32)
     rows = LatentCache(2, 5, G, C + R, torch.float32, DEVICE, impl, other)
     with pytest.raises(ArgumentError, match="format is 'fp8_ds_mla', accepted is 'fp8'"):

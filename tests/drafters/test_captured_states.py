@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drafters import DSparkDrafter
 from specmla import Bucket, SamplingParams
 from specmla.verify import draft_graphs
 from specmla.verify.draft_graphs import DraftGraphs
 from tests.drafters import test_eagle3, test_neural
 from tests.drafters.guards import guarded as guarded
 from tests.drafters.kinds import maker
-from tests.drafters.networks import tiny_target
+from tests.drafters.networks import tiny_block, tiny_target
 from tests.drafters.test_captured_drafts import loop
 from tests.e2e.conftest import make_step, prompts, run
 
@@ -205,3 +206,18 @@ def test_dspark_ends_its_blocks_where_it_would_without_graphs(target, replays):
         known = confidences > 0  # a row past its request's count is 0, or anything
         torch.testing.assert_close(own[known], confidences[known], atol=1e-5, rtol=1e-3)
     assert ended > 2
+
+
+def test_dspark_without_confidences(target, replays):
+    """A head that only ends blocks may be missing; the replay then leaves nothing beside drafts."""
+    found = []
+    for graphs in (False, True):
+        draft = tiny_block(target, "dspark", confidence_head=False)
+        step = make_step(target, 4, num_pages=400)
+        drafter = DSparkDrafter(target, draft, num_pages=300, page_size=5, backend="reference")
+        if graphs:
+            drafter.capture([Bucket(4, 9), Bucket(1, 5)], [SamplingParams()])
+        found.append(run(target, prompts(4), drafter, 4, step))
+        assert drafter.confidences is None
+    assert replays
+    assert found[0] == found[1]

@@ -19,13 +19,13 @@ SHARED_LIMIT = 227 * 1024
 STACK_LIMIT = {"3.6.0": 0}
 OTHER_STACK_LIMIT = 40
 """Bytes of spilled registers a thread, all outside the loops, that newer compilers need where the
-heads are no power of two."""
+heads are no power of two; Triton 3.8 needs 56 over e4m3 rows, 3.9 no more than 40."""
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["installed", "3.6.0"])
 @pytest.mark.parametrize(
     ("form", "most_stack"),
-    [("hopper", OTHER_STACK_LIMIT), ("hopper_small", 0), ("hopper_fp8", OTHER_STACK_LIMIT)],
+    [("hopper", OTHER_STACK_LIMIT), ("hopper_small", 0), ("hopper_fp8", 56)],
 )
 def test_hopper_kernels_fit(tmp_path: Path, form: str, most_stack: int, old: bool) -> None:
     paths = [str(ROOT)]
