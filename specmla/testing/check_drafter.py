@@ -8,20 +8,14 @@ from dataclasses import dataclass, field
 from random import Random
 
 import torch
-from torch import Tensor
 
 from specmla.models.deepseek import DeepseekForCausalLM
-from specmla.testing.drafter_trace import (
-    MakeDrafter,
-    Proposed,
-    drafts_after,
-    run_histories,
-)
+from specmla.testing.drafter_trace import Proposed, drafts_after, run_histories
+from specmla.testing.frequencies import row_reasons, sibling_reasons
+from specmla.testing.proposal_check import MakeDrafter, ProposalError
 from specmla.verify.proposal import DraftRequest
 from specmla.verify.sampling import SamplingParams
 
-LEAST_P = 1e-4
-"""A frequency test fails below this probability of a deviation as large."""
 ATOL = 1e-3
 _LENGTH = 7
 _ASKED = {
@@ -69,12 +63,17 @@ def check_drafter(
     """Check a drafter against a target.
 
     * honest: over many seeds, the drafts of each place are as frequent as the reported
-      distributions say (chi-square), and none has probability 0; for requests at temperature 1 and
-      for those with filters, whose drafts may be drawn from either but must be reported as drawn.
+      distributions say (chi-square), none has probability 0, and siblings of a tree are equal as
+      often as their rows say, which are those given the elder ones; for requests at temperature 1
+      and for those with filters, whose drafts may be drawn from either but must be reported as
+      drawn.
     * cache: after any history of acceptances of its own drafts it proposes what a fresh drafter
       proposes that is given the committed tokens as a prompt.
     * seeds: equal seeds give equal drafts, alone, among other requests, and asked again behind a
       step that was cancelled.
+
+    An answer that no drafter may give (more drafts than were asked for, ids outside its vocabulary,
+    rows of another width, no proposal at all) fails each check that meets it.
 
     Args:
         make: builds a drafter beside a step of the target; its cache has one layer to spare.
@@ -96,7 +95,10 @@ def check_drafter(
     if remembers:
         del checks["cache"]
     for name, run in checks.items():
-        reasons = run()
+        try:
+            reasons = run()
+        except ProposalError as error:
+            reasons = [str(error)]
         found.note(name, reasons)
         report(f"{name}: {'failed' if reasons else 'holds'}")
     return found
@@ -116,55 +118,9 @@ def _count_frequencies(
     for name, params in _ASKED.items():
         sampling = {i: dataclasses.replace(params, seed=i) for i in histories}
         drafted = list(drafts_after(target, make, histories, sampling, num_drafts).values())
-        reasons += [f"{name}: {reason}" for reason in _drawn_otherwise(drafted, num_drafts)]
+        told = row_reasons(drafted, num_drafts) + sibling_reasons(drafted)
+        reasons += [f"{name}: {reason}" for reason in told]
     return reasons
-
-
-def _drawn_otherwise(drafted: Sequence[Proposed], num_drafts: int) -> list[str]:
-    """List the places whose drafts are not those of their rows."""
-    reasons: list[str] = []
-    for place in range(num_drafts):
-        rows = [p for p in drafted if len(p.tokens) > place and int(p.tokens[place]) >= 0]
-        if not rows or any(p.probs is None for p in rows):
-            continue
-        tokens = torch.stack([p.tokens[place] for p in rows])
-        probs = torch.stack([p.probs[place].double() for p in rows if p.probs is not None])
-        reasons += _row_reasons(place, tokens, probs)
-    return reasons
-
-
-def _row_reasons(place: int, tokens: Tensor, probs: Tensor) -> list[str]:
-    reasons = []
-    if not torch.allclose(probs.sum(-1), torch.ones(len(probs), dtype=probs.dtype), atol=1e-3):
-        reasons.append(f"rows reported for draft {place} don't sum to 1")
-    if bool((probs.gather(1, tokens[:, None]) <= 0).any()):
-        reasons.append(f"draft {place} has tokens of reported probability 0")
-    counts = torch.bincount(tokens, minlength=probs.shape[1]).double()
-    p = chi_square_p(counts, probs.sum(0))
-    if p < LEAST_P:
-        reasons.append(f"draft {place} is not drawn from the reported rows, p = {p:.1e}")
-    return reasons
-
-
-def chi_square_p(counts: Tensor, expected: Tensor, least: float = 5.0) -> float:
-    """Give the probability of a chi-square as large; cells below `least` expected are pooled.
-
-    Where every draw has a row of its own the statistic is smaller than chi-square, so that the test
-    errs on the drafter's side.
-    """
-    big = expected >= least
-    cells = [counts[big], counts[~big].sum()[None]]
-    wanted = [expected[big], expected[~big].sum()[None]]
-    observed, mean = torch.cat(cells), torch.cat(wanted)
-    kept = mean > 0
-    if bool((observed[~kept] > 0).any()):
-        return 0.0
-    observed, mean = observed[kept], mean[kept]
-    if len(mean) < 2:
-        return 1.0
-    statistic = ((observed - mean).square() / mean).sum()
-    freedom = torch.tensor((len(mean) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
 def _compare_histories(

@@ -12,6 +12,7 @@ from torch import Tensor
 from specmla.generate import build_step
 from specmla.models.deepseek import DeepseekForCausalLM
 from specmla.models.states import StateCollector
+from specmla.testing.proposal_check import MakeDrafter, ask, make_drafter
 from specmla.verify.hidden import committed_rows
 from specmla.verify.plan import StepPlan
 from specmla.verify.proposal import Drafter, DraftProposal, DraftRequest, HiddenRows, RequestResult
@@ -19,27 +20,32 @@ from specmla.verify.sampling import SamplingParams
 from specmla.verify.sparse import SparseProbs
 from specmla.verify.step import VerifyStep
 
-MakeDrafter = Callable[[VerifyStep], Drafter]
 Accept = Callable[[Hashable, int], int]
 Histories = Mapping[Any, Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Proposed:
-    """One request's part of a proposal, on the CPU: tokens [k] and, if reported, q [k, W]."""
+    """One request's part of a proposal, on the CPU: tokens [k], q [k, W] if reported, and of a tree
+    the place of each node's parent."""
 
     tokens: Tensor
     probs: Tensor | None
+    parents: tuple[int, ...] | None = None
 
 
 def take_part(proposal: DraftProposal, request_id: Hashable, vocab_size: int) -> Proposed:
-    """Copy one request's part of a proposal."""
+    """Copy one request's part of a proposal; one that was left out has no drafts."""
+    if request_id not in proposal.request_ids:
+        return Proposed(torch.empty(0, dtype=torch.int64), None)
     row = proposal.request_ids.index(request_id)
     count, probs = proposal.counts[row], proposal.probs
     if isinstance(probs, SparseProbs):
         probs = probs.dense(vocab_size)
     kept = None if probs is None else probs[row, :count].cpu().clone()
-    return Proposed(proposal.tokens[row, :count].cpu().clone(), kept)
+    parents = None if proposal.parents is None else proposal.parents[row]
+    tree = None if parents is None else tuple(map(int, parents))
+    return Proposed(proposal.tokens[row, :count].cpu().clone(), kept, tree)
 
 
 @torch.no_grad()
@@ -61,7 +67,7 @@ def run_histories(
         proposed, step by step.
     """
     step = _make_step(target, prompts, num_tokens)
-    drafter, seen = make(step), []
+    drafter, seen = make_drafter(make, step), []
     for name, tokens in prompts.items():
         step.add(name, tokens, SamplingParams(max_tokens=num_tokens))
     while step.active:
@@ -69,7 +75,7 @@ def run_histories(
             r._replace(tokens=list(r.tokens), sampling=SamplingParams(1.0, seed=len(r.tokens)))
             for r in step.draft_requests(num_drafts)
         ]
-        proposal = drafter.propose(asked) if asked else None
+        proposal = ask(drafter, asked) if asked else None
         if proposal is not None:
             seen += [(r, take_part(proposal, r.request_id, drafter.vocab_size)) for r in asked]
         results, hidden = _run_step(target, step, drafter, proposal, accept)
@@ -95,22 +101,22 @@ def drafts_after(
 
     All but the last token, the anchor, are computed as a prompt; that the target would have gone on
     otherwise makes no difference. Asked several `times`, as where steps are cancelled, it is the
-    last proposal.
+    last proposal. Trees may have `num_nodes` nodes, as many as drafts if that is 0.
     """
     prompts = {name: list(tokens[:-1]) for name, tokens in histories.items()}
     step = _make_step(target, prompts, num_drafts + 2)
-    drafter = make(step)
+    drafter = make_drafter(make, step)
     for name, tokens in prompts.items():
         step.add(name, tokens, SamplingParams(max_tokens=num_drafts + 2))
     results, hidden = _run_step(target, step, drafter, None, lambda name, length: 0)
     told = [r._replace(new_tokens=(histories[r.request_id][-1],)) for r in results]
     drafter.observe(told, hidden)
     asked = [
-        DraftRequest(name, list(tokens), num_drafts, sampling[name], num_nodes)
+        DraftRequest(name, list(tokens), num_drafts, sampling[name], num_nodes or num_drafts)
         for name, tokens in histories.items()
     ]
     for _ in range(times):
-        proposal = drafter.propose(asked)
+        proposal = ask(drafter, asked)
     return {name: take_part(proposal, name, drafter.vocab_size) for name in histories}
 
 

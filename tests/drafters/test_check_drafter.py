@@ -21,7 +21,7 @@ from drafters import (
 )
 from specmla import DeepseekForCausalLM
 from specmla.testing import check_drafter
-from specmla.testing.check_drafter import chi_square_p
+from specmla.testing.frequencies import chi_square_p
 from tests.drafters.eagle3_network import tiny_eagle3
 from tests.drafters.gqa_eagle3_network import tiny_gqa_eagle3
 from tests.drafters.networks import VOCAB, tiny_block, tiny_mtp, tiny_target
@@ -206,3 +206,11 @@ def test_chi_square_is_that_of_its_tables():
     signs = torch.tensor([1, -1, 1, -1, 1, -1], dtype=torch.float64)
     assert abs(chi_square_p(six + signs * part, six) - 0.05) < 1e-4
     assert chi_square_p(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 20.0])) == 0.0
+
+
+def test_one_draw_of_a_rare_rest_is_no_deviation():
+    """It happens to one right drafter in twenty."""
+    expected = torch.tensor([1200.0, 799.95, 0.05], dtype=torch.float64)
+    counts = torch.tensor([1200.0, 799.0, 1.0], dtype=torch.float64)
+    assert chi_square_p(counts, expected) > 0.9
+    assert chi_square_p(torch.tensor([1999.0, 1.0]), torch.tensor([1999.95, 0.05])) == 1.0
