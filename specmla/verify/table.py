@@ -97,13 +97,13 @@ class RequestTable:
         wanted = []
         for request_id in request_ids:
             state = self[request_id]
-            if len(state.tokens) - cached(request_id) != 1:
-                continue
             given = num_drafts.get(request_id, 0) if isinstance(num_drafts, Mapping) else num_drafts
             if not isinstance(given, int | Integral) or given < 0:
                 raise ArgumentError(
                     f"num_drafts is {given!r} for {request_id!r}, accepted are integers >= 0"
                 )
+            if len(state.tokens) - cached(request_id) != 1:  # a prompt, or part of one
+                continue
             count = min(int(given), state.draft_limit)
             nodes = min(int(given), most_nodes(state, self.max_seq_len))
             wanted.append(DraftRequest(request_id, state.tokens, count, state.sampling, nodes))

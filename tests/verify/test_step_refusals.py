@@ -67,6 +67,15 @@ def test_draft_counts_are_integers(wanted):
     assert step.draft_requests(np.int64(2))[0].num_drafts == 2
 
 
+@pytest.mark.parametrize("wanted", [2.0, {"a": -1}])
+def test_draft_counts_are_integers_before_prompts_are_computed_too(wanted):
+    step = make_step()
+    step.add("a", [1, 2], SamplingParams())
+    with pytest.raises(ArgumentError, match="for 'a', accepted are integers >= 0"):
+        step.draft_requests(wanted)
+    assert step.draft_requests(2) == []
+
+
 def test_parts_that_do_not_fit():
     step, small = make_step(), make_step(num_pages=2)
     parts = {"cache": step.cache, "blocks": step.blocks, "builder": step.builder}
