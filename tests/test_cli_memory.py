@@ -155,9 +155,22 @@ def test_a_quantised_format(config: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["workspace_bytes"] == 65_536 * 1152
 
 
-def test_json_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--json") == 2
-    assert "--model" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--json"], "json is given, accepted with --model alone"),
+        (["--context", "128q"], "context is given, accepted with --model alone"),
+        (["--batch", 1, "--gpu-memory", "1G"], "gpu_memory is given, accepted with --model alone"),
+    ],
+)
+def test_options_of_an_account_need_a_model(
+    options: list[object], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that repeats a default is given too."""
+    assert run(*options) == 2
+    shown = capsys.readouterr()
+    assert told in shown.err
+    assert shown.out == ""
 
 
 def test_numbers() -> None:

@@ -130,6 +130,7 @@ def generate(
 
 @app.command()
 def info(
+    called: typer.Context,
     model: Annotated[
         Path | None, typer.Option(help="config.json or its directory: what serving it takes")
     ] = None,
@@ -156,7 +157,10 @@ def info(
     from specmla.cli.memory import MemoryOptions, run_memory
 
     if model is None:
-        return run_info(json)
+        sources = {name: called.get_parameter_source(name) for name in called.params}
+        return run_info(
+            [n for n, source in sources.items() if source and source.name == "COMMANDLINE"]
+        )
     return run_memory(
         MemoryOptions(
             model, context, batch, query_len, page_size, dtype, cache_format, gpu_memory, gpu, json

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from rich.console import Console
@@ -16,13 +16,16 @@ from specmla.errors import require
 from specmla.kernels.raw_launcher import launcher_problems
 
 
-def run_info(json: bool = False) -> int:
+def run_info(given: Sequence[str] = ()) -> int:
     """Print the environment and a paragraph per backend.
 
+    Args:
+        given: names of the options that were given.
+
     Raises:
-        ArgumentError: JSON is asked for, which only the account of a model has.
+        ArgumentError: there are any: all of them ask for the account of a model.
     """
-    require(["json is True, accepted with --model alone"] if json else [], "info")
+    require([f"{name} is given, accepted with --model alone" for name in given], "info")
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"specmla {__version__}")
     for name, value in collect_env().items():
