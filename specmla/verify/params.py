@@ -28,8 +28,9 @@ class SamplingParams:
         top_k: the number of ids kept; 0 keeps all.
         top_p: the mass kept, above 0 and at most 1; 1 keeps all.
         seed: names the request's random streams; equal seeds and equal inputs give equal tokens.
-            None: `VerifyStep.add` draws one from torch's default generator, so that requests of
-            equal prompts differ.
+            But for `sample_match` drafts are inputs: where the prefix cache leaves one token of a
+            prompt, drafts are verified a step earlier than without. None: `VerifyStep.add` draws
+            one from torch's default generator, so that requests of equal prompts differ.
         max_tokens: new tokens at most; None sets no limit.
         stop_token_ids: ids that end the request; the id met is the last one emitted.
         min_p: least probability kept, relative to the likeliest id's; 0 keeps all.
