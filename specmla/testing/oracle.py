@@ -8,18 +8,29 @@ import torch
 from torch import Tensor
 
 from specmla.backends.base import AttentionOutput
+from specmla.cache.formats.fp8 import Fp8Format
+from specmla.cache.formats.plain import quantised
 from specmla.metadata import VerifyPart
 from specmla.reference import absorbed_mqa
 from specmla.testing.budget import Attended, assert_attention_within_budget
 from specmla.testing.case import VerifyCase
 
 
-def run_oracle(case: VerifyCase, part: VerifyPart, dtype: torch.dtype) -> AttentionOutput:
-    """Run the absorbed specification on a case, computing in `dtype`."""
+def run_oracle(
+    case: VerifyCase, part: VerifyPart, dtype: torch.dtype, rows: Tensor | None = None
+) -> AttentionOutput:
+    """Run the absorbed specification on a case, computing in `dtype`.
+
+    Args:
+        case: queries and cache.
+        part: tables.
+        dtype: of the computation.
+        rows: [N, G, C + R] in place of what the cache holds.
+    """
     return absorbed_mqa(
         case.q_latent.to(dtype),
         case.q_rope.to(dtype),
-        case.rows(),
+        case.rows() if rows is None else rows,
         part,
         softmax_scale=case.softmax_scale,
     )
@@ -33,7 +44,8 @@ class Oracle:
         dtype: of query, cache and result.
         exact: the specification in float64.
         plain: the specification in `dtype`.
-        plain_lse: [T, H], LSE of the specification in float32 (in float64 for float64).
+        plain_lse: [T, H], LSE of the specification in float32 (in float64 for float64), of rows
+            as products in `dtype` take them.
         score_width: A, products that a score sums.
     """
 
@@ -49,7 +61,9 @@ class Oracle:
         dtype = case.spec.dtype
         plain = run_oracle(case, part, dtype)
         lse_dtype = torch.promote_types(dtype, torch.float32)
-        plain_lse = plain.lse if lse_dtype is dtype else run_oracle(case, part, lse_dtype).lse
+        # A row's own scales are multiplied into its codes before the products, which take `dtype`.
+        rows = case.rows(dtype) if _scales_rows(case) else None
+        plain_lse = plain.lse if lse_dtype is dtype else run_oracle(case, part, lse_dtype, rows).lse
         exact = run_oracle(case, part, torch.float64)
         return cls(dtype, exact, plain, plain_lse, case.spec.width)
 
@@ -73,6 +87,12 @@ class Oracle:
             score_width=self.score_width,
             factor=factor,
         )
+
+
+def _scales_rows(case: VerifyCase) -> bool:
+    """Whether the numbers of a cached row are codes times scales that lie in the row."""
+    packed = quantised(case.spec.cache_format)
+    return packed is not None and not isinstance(packed, Fp8Format)
 
 
 def assert_matches_oracle(
