@@ -13,7 +13,7 @@ from torch import Tensor
 from specmla.kernels.accept_prims import KEEP_ALL, exponent_scale, sort_key
 from specmla.kernels.direct import DirectKernel
 
-NUM_WARPS = 4
+NUM_WARPS = 8
 """As many as `filter_rows` has: the mass of a request must not depend on what its mates filter."""
 
 

@@ -24,7 +24,8 @@ NUM_WARPS = 4
 def accept_stats_kernel(
     part_max_ptr,  # [B * (K + 1), C] float32
     part_sum_ptr,  # [B * (K + 1), C] float32
-    part_top_ptr,  # [B * (K + 1), C] int32, lowest id of the maximum; -1: the chunk holds NaN, +inf
+    part_top_ptr,  # [B * (K + 1), C] int32, -1: the chunk holds NaN or +inf;
+    # else the lowest id of the maximum if the request is greedy, else what is no id
     group_max_ptr,  # [B * (K + 1), C * BLOCK / GROUP] float32, if FILTER
     group_sum_ptr,  # [B * (K + 1), C * BLOCK / GROUP] float32, to the chunk's maximum
     logits_ptr,  # [R, W]
@@ -57,12 +58,14 @@ def accept_stats_kernel(
     floor = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp2((x - floor) * scale)
     group_sum = tl.sum(weight, 1)
-    first = tl.where(x == top, ids, 2147483647)
-    first = tl.where((x != x) | (x == float("inf")), -1, first)
+    part_sum, first = tl.sum(group_sum, 0), 0 * chunk + 2147483647
+    if temperature == 0:
+        first = tl.min(tl.min(tl.where(x == top, ids, 2147483647), 1), 0)
     at = place * C + chunk
     tl.store(part_max_ptr + at, top)
-    tl.store(part_sum_ptr + at, tl.sum(group_sum, 0))
-    tl.store(part_top_ptr + at, tl.min(tl.min(first, 1), 0))
+    tl.store(part_sum_ptr + at, part_sum)
+    # A number that is NaN or +inf makes the sum NaN, as nothing else does.
+    tl.store(part_top_ptr + at, tl.where(part_sum != part_sum, -1, first))
     if FILTER:
         top_k, top_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b)
         if is_filtered(temperature, top_k, top_p, tl.load(min_p_ptr + b), W):

@@ -31,7 +31,7 @@ SLACK = tl.constexpr(0.999)
 NEAR = tl.constexpr(0.001)
 """Of the mass that top-p asks for, by how much more is near enough."""
 
-GUESS = tl.constexpr(0.25)
+GUESS = tl.constexpr(0.1)
 """See `least_by_mass`: of rows whose guess falls short the ids are held again, without one."""
 
 

@@ -35,8 +35,9 @@ from specmla.kernels.filter_groups import (
 from specmla.kernels.filter_held import FEW, TILE, cut_held, hold_ids
 from specmla.kernels.filter_search import cut_row
 
-OPTIONS = {} if torch.version.hip else {"maxnreg": 255}
-"""Two programs fit a multiprocessor: with one, 160 rows would take two rounds of them."""
+OPTIONS = {} if torch.version.hip else {"maxnreg": 128}
+"""Two programs fit a multiprocessor: with one, 160 rows would take two rounds of them. They spill
+a little for that, and are faster than one that does not."""
 
 FINE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Low bits of float32 in which numbers of another type do not differ."""
@@ -61,13 +62,14 @@ def least_held(
     if (top_k > 0) & (top_k < W):
         least = tl.maximum(least_by_number(top, row_max, scale, top_k, FINE), edge)
     elif min_p == 0:
+        number: tl.constexpr = BLOCK // GROUP
+        chunk = tl.arange(0, GROUPS // number)
+        chunk_max = tl.load(groups[1] + place * C + chunk, mask=chunk < C, other=float("-inf"))
+        shrunk = tl.where(chunk_max > float("-inf"), tl.exp2((chunk_max - row_max) * scale), 0.0)
+        shrunk = tl.broadcast_to(shrunk[:, None], [GROUPS // number, number])
         group = tl.arange(0, GROUPS)
-        chunk = group // (BLOCK // GROUP)
-        there = chunk < C
-        sums = tl.load(groups[0] + place.to(tl.int64) * C * (BLOCK // GROUP) + group, mask=there)
-        chunk_max = tl.load(groups[1] + place * C + chunk, mask=there, other=float("-inf"))
-        live = there & (chunk_max > float("-inf"))
-        weight = tl.where(live, sums * tl.exp2((chunk_max - row_max) * scale), 0.0)
+        at = groups[0] + place.to(tl.int64) * C * number + group
+        weight = tl.load(at, mask=group < C * number, other=0.0) * tl.reshape(shrunk, [GROUPS])
         least = least_by_mass(top, weight, row_max, scale, target, guess, GROUP, FINE)
     return least
 
@@ -81,7 +83,7 @@ def filter_rows_kernel(
     found_ptr,  # [B * (K + 1), SLOTS] float32, logits that may be kept
     found_id_ptr,  # [B * (K + 1), SLOTS] int32, their ids, rising
     number_ptr,  # [B * (K + 1)] int32, how many; 0: none are held
-    group_ptr,  # [B * (K + 1), SLOTS] int32, scratch
+    group_ptr,  # [B * (K + 1), 2 * SLOTS] int32, scratch
     group_max_ptr,  # [B * (K + 1), C * BLOCK / GROUP] float32
     group_sum_ptr,  # [B * (K + 1), C * BLOCK / GROUP] float32
     part_max_ptr,  # [B * (K + 1), C] float32
@@ -140,8 +142,8 @@ def filter_rows_kernel(
                 GROUPS, FINE, BLOCK,
             )  # fmt: skip
             number, found = hold_ids(
-                held, place, least, top_at, logits_ptr, row, row_max, scale, W, SLOTS, TILE, GROUP,
-                GROUPS,
+                held, place, least, top_at, logits_ptr, row, row_max, scale, W, SLOTS, FEW, TILE,
+                GROUP, GROUPS,
             )  # fmt: skip
             short = by_mass & (guess > 0) & (number <= SLOTS) & (found < target)
             again, guess = short.to(tl.int32), 0.0 * guess
@@ -150,12 +152,18 @@ def filter_rows_kernel(
         cut, mass = cut_held(
             held, place, number, mass, row_max, scale, edge, filters, W, SLOTS, FEW, FINE
         )
+    elif number <= 2 * FEW:
+        cut, mass = cut_held(
+            held, place, number, mass, row_max, scale, edge, filters, W, SLOTS, 2 * FEW, FINE
+        )
     elif number <= SLOTS:
         cut, mass = cut_held(
             held, place, number, mass, row_max, scale, edge, filters, W, SLOTS, SLOTS, FINE
         )
     else:
-        cut, mass = cut_row(logits_ptr, row, mass, row_max, scale, edge, filters, W, C, BLOCK)
+        cut, mass = cut_row(
+            logits_ptr, row, mass, row_max, scale, edge, filters, W, 2 * C, BLOCK // 2
+        )
     tl.store(number_ptr + place, tl.where(number <= SLOTS, number, 0))
     tl.store(max_ptr + place, row_max)
     tl.store(mass_ptr + place, mass.to(tl.float32))
@@ -192,7 +200,7 @@ def launch_filter_rows(
             (len(rows[0]),),
             *rows,
             *held,
-            torch.empty_like(held[1]),
+            held[1].new_empty(len(held[1]), 2 * slots),
             *groups,
             *parts,
             *inputs,

@@ -1,10 +1,9 @@
 """Prompt attention: ragged multi-head attention over packed up-projected keys, with LSE.
 
-One pass of online softmax, begun from what the rows have seen so far if that is given: values and
-LSE of a state are those of a single key. Keys are read whole, or each head's own part and, apart
-from it, the rotated one that heads share. Head widths need not be powers of two: a key width D is
-held as the largest power of two below it and a masked rest (192 = 128 + 64), a value width as one
-masked block.
+One pass of online softmax, merged at its end with what the rows have seen so far if that is given.
+Keys are read whole, or each head's own part and, apart from it, the rotated one that heads share.
+Head widths need not be powers of two: a key width D is held as the largest power of two below it
+and a masked rest (192 = 128 + 64), a value width as one masked block.
 """
 
 # Kernel bodies are typed by Triton, not by Python.
@@ -24,11 +23,7 @@ from specmla.kernels.prims import LOG2_E, MAX_FLOOR, softmax_finish, softmax_ste
 from specmla.metadata import PrefillPart
 from specmla.prompt_keys import PromptKeys
 
-BITS = tl.constexpr(LOG2_E)
-PRIOR_BITS = tl.constexpr(16)
-PRIOR_SUM = tl.constexpr(65536.0)
-"""A state weighs as 2^16 keys of weight 1 do: then weights of later keys, which an element of
-float16 must hold, are as large as they would be in one pass over that many keys."""
+BITS, NATS = tl.constexpr(LOG2_E), tl.constexpr(1 / LOG2_E)
 
 State = tuple[Tensor, Tensor]
 """Values [T, H, V] and LSE [T, H]."""
@@ -50,8 +45,24 @@ def head_part(
         return tl.load(where)
 
 
+@triton.jit
+def shares(lse, prior):
+    """Give the shares of two states by their natural LSEs, and the LSE of both.
+
+    An empty state has no share and leaves the other one's LSE as it is, to the bit.
+    """
+    top = tl.maximum(lse, prior)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    own, others = tl.exp2((lse - top) * BITS), tl.exp2((prior - top) * BITS)
+    both = own + others
+    whole = tl.where(both > 0, both, 1.0)
+    merged = tl.where(both > 0, top + tl.log2(whole) * NATS, float("-inf"))
+    return own / whole, others / whole, merged
+
+
 @triton.jit(
-    do_not_specialize_on_alignment=["lse_ptr", "prior_lse_ptr", "query_start_ptr", "kv_start_ptr"]
+    do_not_specialize=["causal"],
+    do_not_specialize_on_alignment=["lse_ptr", "prior_lse_ptr", "query_start_ptr", "kv_start_ptr"],
 )
 def prefill_kernel(
     out_ptr,
@@ -78,12 +89,12 @@ def prefill_kernel(
     stride_rope_t,
     stride_v_t,
     stride_v_h,
+    causal,
     D: tl.constexpr,
     D_MAIN: tl.constexpr,
     D_REST: tl.constexpr,
     V: tl.constexpr,
     V_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -99,14 +110,11 @@ def prefill_kernel(
     num_keys = tl.load(kv_start_ptr + request + 1) - first_key
     i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     alive = i < num_rows
-    end = num_keys
-    plain_end = num_keys // BLOCK_N * BLOCK_N
-    extent = num_keys + i * 0
-    if CAUSAL:
-        extent = num_keys - num_rows + 1 + i
-        least = num_keys - num_rows + 1 + tile * BLOCK_M
-        end = tl.minimum(end, least + BLOCK_M - 1)
-        plain_end = tl.minimum(tl.maximum(least, 0), num_keys) // BLOCK_N * BLOCK_N
+    # One form for both: compiled apart, rows that see all keys took 5 to 9 % longer for each.
+    least = num_keys + causal * (tile * BLOCK_M + 1 - num_rows)
+    extent = least + causal * tl.arange(0, BLOCK_M)
+    end = tl.minimum(num_keys, least + BLOCK_M - 1)
+    plain_end = tl.minimum(tl.maximum(least, 0), num_keys) // BLOCK_N * BLOCK_N
 
     t = (first_row + i).to(tl.int64)
     h = head.to(tl.int64)
@@ -117,18 +125,6 @@ def prefill_kernel(
     row_max = tl.full([BLOCK_M], MAX_FLOOR, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
-    columns = tl.arange(0, V_PAD)
-    inside = alive[:, None] & (columns < V)[None, :]
-    if prior_ptr is not None:
-        prior_lse_at = prior_lse_ptr + t * stride_prior_lse_t + h
-        prior_lse = tl.load(prior_lse_at, mask=alive, other=float("-inf"))
-        # An empty state is not read: its values may be anything.
-        some = prior_lse > float("-inf")
-        prior_at = (prior_ptr + t * stride_prior_t + h * stride_prior_h)[:, None] + columns[None, :]
-        prior = tl.load(prior_at, mask=inside & some[:, None], other=0.0)
-        row_max = tl.where(some, prior_lse * BITS - PRIOR_BITS, row_max)
-        row_sum = tl.where(some, PRIOR_SUM, row_sum)
-        acc = prior * PRIOR_SUM
     for masked in tl.static_range(2):
         lo = plain_end if masked else 0
         hi = end if masked else plain_end
@@ -155,15 +151,21 @@ def prefill_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
 
     inverse, lse = softmax_finish(row_max, row_sum)
+    columns = tl.arange(0, V_PAD)
+    inside = alive[:, None] & (columns < V)[None, :]
+    out = acc * inverse[:, None]
     if prior_ptr is not None:
-        # Rows that see no key keep their LSE to the bit.
-        prior_lse = tl.load(prior_lse_ptr + t * stride_prior_lse_t + h, mask=alive, other=0.0)
-        lse = tl.where(extent > 0, lse, prior_lse)
+        prior_lse_at = prior_lse_ptr + t * stride_prior_lse_t + h
+        prior_lse = tl.load(prior_lse_at, mask=alive, other=float("-inf"))
+        own, others, lse = shares(lse, prior_lse)
+        # An empty state is not read: its values may be anything.
+        prior_at = (prior_ptr + t * stride_prior_t + h * stride_prior_h)[:, None] + columns[None, :]
+        prior = tl.load(prior_at, mask=inside & (others > 0)[:, None], other=0.0)
+        out = out * own[:, None] + prior * others[:, None]
         # In place, no warp may write what another one has yet to read.
         tl.debug_barrier()
     out_at = (out_ptr + t * stride_out_t + h * stride_out_h)[:, None] + columns[None, :]
-    out = (acc * inverse[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_at, out, mask=inside)
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(lse_ptr + t * stride_lse_t + h, lse, mask=alive)
 
 
@@ -226,12 +228,12 @@ def prefill_attention(
         *key.stride()[:2],
         0 if rope is None else rope.stride(0),
         *value.stride()[:2],
+        int(causal),
         D=width,
         D_MAIN=main,
         D_REST=rest,
         V=value_width,
         V_PAD=value_pad(value_width),
-        CAUSAL=causal,
         BLOCK_M=entry.block_m,
         BLOCK_N=entry.block_n,
         num_warps=entry.num_warps,

@@ -161,10 +161,10 @@ def prefill_jobs(kernel: str, arch: str, entry: LaunchEntry) -> list[Job]:
     constants = {"D": width, "D_MAIN": main, "D_REST": rest, "V": value}
     constants |= {"V_PAD": value_pad(value)}
     constants |= {"BLOCK_M": entry.block_m, "BLOCK_N": entry.block_n}
-    alone = {"rope_ptr": None, "prior_ptr": None, "prior_lse_ptr": None, "CAUSAL": True}
+    alone = {"rope_ptr": None, "prior_ptr": None, "prior_lse_ptr": None}
     forms = [alone] if kernel == "prefill" else [{"H": 16}]
     if kernel == "prefill":
-        forms.append({"CAUSAL": False} | ({} if rest else {"rope_ptr": None}))
+        forms.append({} if rest else {"rope_ptr": None})
     dtypes = DTYPES[entry.itemsize]
     pairs = [(dtype, forms[0]) for dtype in dtypes] + [(dtypes[0], form) for form in forms[1:]]
     return [
