@@ -19,11 +19,11 @@ from torch import Tensor
 from specmla.kernels.direct import DirectKernel
 from specmla.kernels.head_widths import key_parts, value_pad
 from specmla.kernels.launch import FP_FUSION, LaunchEntry
-from specmla.kernels.prims import LOG2_E, MAX_FLOOR, softmax_finish, softmax_step
+from specmla.kernels.prims import LOG2_E, MAX_FLOOR, shares, softmax_finish, softmax_step
 from specmla.metadata import PrefillPart
 from specmla.prompt_keys import PromptKeys
 
-BITS, NATS = tl.constexpr(LOG2_E), tl.constexpr(1 / LOG2_E)
+LEAST_SHARE = tl.constexpr(2.0**-30)
 
 State = tuple[Tensor, Tensor]
 """Values [T, H, V] and LSE [T, H]."""
@@ -43,21 +43,6 @@ def head_part(
         return tl.load(where, mask=row_mask[:, None], other=0.0)
     else:
         return tl.load(where)
-
-
-@triton.jit
-def shares(lse, prior):
-    """Give the shares of two states by their natural LSEs, and the LSE of both.
-
-    An empty state has no share and leaves the other one's LSE as it is, to the bit.
-    """
-    top = tl.maximum(lse, prior)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    own, others = tl.exp2((lse - top) * BITS), tl.exp2((prior - top) * BITS)
-    both = own + others
-    whole = tl.where(both > 0, both, 1.0)
-    merged = tl.where(both > 0, top + tl.log2(whole) * NATS, float("-inf"))
-    return own / whole, others / whole, merged
 
 
 @triton.jit(
@@ -153,17 +138,21 @@ def prefill_kernel(
     inverse, lse = softmax_finish(row_max, row_sum)
     columns = tl.arange(0, V_PAD)
     inside = alive[:, None] & (columns < V)[None, :]
-    out = acc * inverse[:, None]
+    out = acc
     if prior_ptr is not None:
         prior_lse_at = prior_lse_ptr + t * stride_prior_lse_t + h
         prior_lse = tl.load(prior_lse_at, mask=alive, other=float("-inf"))
         own, others, lse = shares(lse, prior_lse)
-        # An empty state is not read: its values may be anything.
+        # A float32 sum loses less. Nor is an empty state read: its values may be anything.
+        counts = others > LEAST_SHARE
         prior_at = (prior_ptr + t * stride_prior_t + h * stride_prior_h)[:, None] + columns[None, :]
-        prior = tl.load(prior_at, mask=inside & (others > 0)[:, None], other=0.0)
-        out = out * own[:, None] + prior * others[:, None]
+        prior = tl.load(prior_at, mask=inside & counts[:, None], other=0.0)
+        others = tl.where(counts, others, 1.0)
+        # A product with each state would take them through the layout of the scores.
+        out, inverse = acc * (inverse * own / others)[:, None] + prior, others
         # In place, no warp may write what another one has yet to read.
         tl.debug_barrier()
+    out = out * inverse[:, None]
     out_at = (out_ptr + t * stride_out_t + h * stride_out_h)[:, None] + columns[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(lse_ptr + t * stride_lse_t + h, lse, mask=alive)

@@ -88,3 +88,18 @@ def softmax_finish(row_max, row_sum):
     total = tl.where(empty, 1.0, row_sum)
     lse = (row_max + tl.log2(total)) * LN_2
     return tl.where(empty, 0.0, 1.0 / total), tl.where(empty, float("-inf"), lse)
+
+
+@triton.jit
+def shares(lse, prior):
+    """Give the shares of two states by their natural LSEs, and the LSE of both.
+
+    An empty state has no share and leaves the other one's LSE as it is, to the bit.
+    """
+    top = tl.maximum(lse, prior)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    own, others = tl.exp2((lse - top) / LN_2), tl.exp2((prior - top) / LN_2)
+    both = own + others
+    whole = tl.where(both > 0, both, 1.0)
+    merged = tl.where(both > 0, top + tl.log2(whole) * LN_2, float("-inf"))
+    return own / whole, others / whole, merged

@@ -48,10 +48,13 @@ def test_no_sync() -> None:
 
 
 @pytest.mark.slow
-def test_peak_is_flat_from_1k_to_128k() -> None:
-    """DeepSeek-V3's dims at 16 heads, 512 new rows, chunks of 1024 rows."""
+def test_peak_is_flat_from_2k_to_128k() -> None:
+    """DeepSeek-V3's dims at 16 heads, 512 new rows, chunks of 1024 rows.
+
+    A single chunk takes less: what rows have seen is made after its keys, not held beside them.
+    """
     peaks = []
-    for context in (1024, 8192, 32_768, 131_072):
+    for context in (2048, 8192, 32_768, 131_072):
         case = make_prompt_case([(512, context + 512)], **DEEPSEEK)
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         attend(case, 1024)
@@ -59,5 +62,5 @@ def test_peak_is_flat_from_1k_to_128k() -> None:
         peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
         del case
     # The slots of a part are 8 bytes a cached token; its workspace is the same for all.
-    slots = 8 * (131_072 - 1024)
+    slots = 8 * (131_072 - 2048)
     assert max(peaks) - peaks[0] <= slots + 2**20
